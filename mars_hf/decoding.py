@@ -1,0 +1,192 @@
+"""MARS decoding: propose a window of tokens with one forward, accept from left to right, commit; every row by itself.
+
+Shapes: N rows still decoding of the batch's R, B the window (MARS block size), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
+
+from .acceptance import accepted_length, confidence_of, cut_after_first, is_confident
+from .options import MarsOptions, MarsStep, check_threshold
+from .proposing import CursorProposer, RecomputeProposer
+from .state import DecodingState
+
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+
+@dataclass
+class MarsGenerateOutput(GenerateDecoderOnlyOutput):
+    """Output of `generate` with a `mars_threshold` and `return_dict_in_generate=True`.
+
+    Attributes:
+        num_forwards: forward passes of the model that the call took.
+        accepted_lengths: (R, steps) int64, tokens that each row accepted in each step; 0 once the row has ended.
+        tokens_per_forward: (R,) float32, new tokens of each row per forward pass that the row took part in.
+    """
+
+    num_forwards: int | None = None
+    accepted_lengths: Tensor | None = None
+    tokens_per_forward: Tensor | None = None
+
+
+class MarsDecoder:
+    """One `generate` call with MARS on: the loop of propose, accept, commit."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        options: MarsOptions,
+        generation_config: GenerationConfig,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        self.options, self.config, self.processors, self.streamer = options, generation_config, processors, streamer
+        self.device = input_ids.device
+        self.max_length = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
+        stops = [c.eos_token_id.to(self.device) for c in criteria if isinstance(c, EosTokenCriteria)]
+        self.stop_tokens = torch.cat(stops) if stops else None
+        self.other_criteria = type(criteria)(
+            c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)
+        )
+        self.state = DecodingState(
+            input_ids,
+            self.max_length,
+            options.block_size,
+            options.mask_token_id,
+            model_kwargs.get("attention_mask"),
+            model_kwargs.get("position_ids"),
+        )
+        cache = model_kwargs.get("cache")
+        self.proposer = (
+            RecomputeProposer(model, options.block_size)
+            if cache is None
+            else CursorProposer(model, options.block_size, cache, model_kwargs)
+        )
+        self.started = time.perf_counter()
+
+    def run(self) -> Tensor | MarsGenerateOutput:
+        """Decode until every row has ended."""
+        while self.state.host_rows:
+            threshold = self._threshold()
+            logits = self.proposer.propose(self.state)
+            tokens, accepted, ended = self._accept(logits, threshold)
+            self._commit(tokens, accepted, ended)
+        return self._output()
+
+    def _threshold(self) -> Tensor:
+        """(N, 1) thresholds of this step."""
+        state, threshold = self.state, self.options.threshold
+        if callable(threshold):
+            history = torch.stack(state.accepted_lengths or [torch.zeros(state.batch, dtype=torch.long)])
+            seconds = time.perf_counter() - self.started
+            step = MarsStep(len(state.accepted_lengths), history.sum(0), history[-1], seconds)
+            threshold = check_threshold(threshold(step), self.options.confidence, state.batch)
+        if isinstance(threshold, Tensor):
+            return threshold.to(self.device)[state.rows, None]
+        return torch.full((len(state.host_rows), 1), threshold, dtype=torch.float32, device=self.device)
+
+    def _accept(self, logits: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose the candidates and cut them: tokens (N, B), accepted (N,) and ended (N,)."""
+        if self.processors or self.other_criteria:
+            return self._accept_one_by_one(logits, threshold)
+        tokens = self._choose(logits)
+        confidence = confidence_of(logits, tokens, self.options.confidence)
+        accepted = accepted_length(is_confident(confidence, threshold, self.options.confidence))
+        accepted = accepted.minimum(self.max_length - self.state.length)
+        accepted, ended = cut_after_first(tokens, accepted, self.stop_tokens)
+        return tokens, accepted, ended | (self.state.length + accepted >= self.max_length)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Tokens (...) from scores (..., V). A [MASK] is never a token of the text."""
+        mask_token = torch.tensor(self.options.mask_token_id, device=self.device)
+        scores = scores.index_fill(-1, mask_token, float("-inf"))
+        if not self.config.do_sample:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1).flatten(0, -2), 1).view(scores.shape[:-1])
+
+    def _accept_one_by_one(self, logits: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_accept`, showing every processor and every stopping criterion the true prefix of every token.
+
+        Candidate k of a row is looked at only once candidate k-1 is accepted and has not ended the row.
+        """
+        count, window = logits.shape[:2]
+        lengths = self.state.host_length
+        tokens = torch.full((count, window), self.options.mask_token_id, device=self.device)
+        accepted = torch.zeros(count, dtype=torch.long)
+        ended = torch.zeros(count, dtype=torch.bool)
+        alive = list(range(count))
+        for k in range(window):
+            for column in sorted({lengths[row] + k for row in alive}):
+                members = [row for row in alive if lengths[row] + k == column]
+                chosen, sure = self._judge(logits[:, k], members, column, threshold)
+                tokens[members, k] = chosen
+                keep = [row for row, is_sure in zip(members, sure, strict=True) if is_sure or k == 0]
+                accepted[keep] += 1
+                ended[keep] = self._take(keep, tokens[:, k], column)
+            alive = [row for row in alive if accepted[row] == k + 1 and not ended[row]]
+        return tokens, accepted.to(self.device), ended.to(self.device)
+
+    def _judge(self, logits: Tensor, members: list[int], column: int, threshold: Tensor) -> tuple[Tensor, list[bool]]:
+        """Choose the token of one column for the rows `members`, and say whether the model is sure of it.
+
+        Processors get the whole batch in its order, since some know their rows by number. Rows that are not asked
+        about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read.
+        """
+        state = self.state
+        scores = logits.new_zeros(state.batch, logits.shape[-1])
+        scores[state.rows] = logits
+        scores = self.processors(state.tokens[:, :column], scores)[state.rows[members]]
+        own = logits[members]
+        chosen = self._choose(scores)
+        confidence = confidence_of(own[:, None], chosen[:, None], self.options.confidence)
+        return chosen, is_confident(confidence, threshold[members], self.options.confidence)[:, 0].tolist()
+
+    def _take(self, keep: list[int], chosen: Tensor, column: int) -> Tensor:
+        """Write accepted tokens of one column and ask the stopping criteria about them: ended, (len(keep),) bool."""
+        if not keep:
+            return torch.zeros(0, dtype=torch.bool)
+        rows = self.state.rows[keep]
+        self.state.tokens[rows, column] = chosen[keep]
+        ended = torch.full((len(keep),), column + 1 >= self.max_length, device=self.device)
+        if self.stop_tokens is not None:
+            ended = ended | torch.isin(chosen[keep], self.stop_tokens)
+        if self.other_criteria:
+            ended = ended | self.other_criteria(self.state.tokens[:, : column + 1], None)[rows]
+        return ended.cpu()
+
+    def _commit(self, tokens: Tensor, accepted: Tensor, ended: Tensor) -> None:
+        """Write the accepted tokens, stream them, and let ended rows leave the batch."""
+        before = self.state.host_length[0]
+        going = self.state.advance(tokens, accepted, ended)
+        if self.streamer is not None:
+            for token in self.state.tokens[0, before : self.state.host_length[0]].cpu():
+                self.streamer.put(token[None])
+        if len(going) < len(self.state.host_rows):
+            self.state.keep_rows(self.proposer.keep_rows(going))
+
+    def _output(self) -> Tensor | MarsGenerateOutput:
+        if self.streamer is not None:
+            self.streamer.end()
+        sequences = self.state.sequences(self.config._pad_token_tensor)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        accepted = torch.stack(self.state.accepted_lengths, dim=-1)
+        return MarsGenerateOutput(
+            sequences=sequences,
+            num_forwards=self.proposer.num_forwards,
+            accepted_lengths=accepted,
+            tokens_per_forward=accepted.sum(-1) / (accepted > 0).sum(-1),
+        )

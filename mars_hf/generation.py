@@ -1,0 +1,289 @@
+"""`MarsGenerationMixin`: the `mars_*` arguments of `generate`, what is refused, and the way to the MARS decoder."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerationMode
+
+from .cache import MarsCache
+from .decoding import MarsDecoder, MarsGenerateOutput
+from .masks import attention_windows, masks_for_model
+from .options import DEFAULTS, MarsOptions, Threshold, expand_threshold, resolve_options
+
+
+# What a MARS step knows how to feed; any other model input would be lost after the first step.
+KNOWN_INPUTS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
+
+
+class MarsGenerationMixin(GenerationMixin):
+    """Adds MARS decoding to `generate` of any decoder-only model: `class M(MarsGenerationMixin, Qwen2ForCausalLM)`.
+
+    Without a `mars_threshold`, in the call or in `model.generation_config`, `generate` is the stock one.
+    """
+
+    def generate(
+        self,
+        *args: Any,
+        mars_threshold: Threshold | list[float] | None = None,
+        mars_block_size: int | None = None,
+        mars_cache: str | None = None,
+        mars_cache_block_size: int | None = None,
+        mars_confidence: str | None = None,
+        mars_lossless: bool | None = None,
+        **kwargs: Any,
+    ) -> Tensor | MarsGenerateOutput:
+        """Generate as `transformers.GenerationMixin.generate` does, several tokens per forward pass.
+
+        Every argument of the stock `generate` is accepted. Unset `mars_*` arguments come from the generation config.
+
+        Args:
+            mars_threshold: accept a candidate while the model's confidence in it is at least this, in (0, 1]. One
+                float, one per prompt, or a callable that gets a `MarsStep` before each step and returns either. 1.0
+                takes the stock decoding path. Higher is closer to the autoregressive text, lower is faster.
+            mars_block_size: B, candidates per forward pass; by default the block size of training, else 4.
+            mars_cache: "cursor", every row advances on its own in one pre-allocated KV buffer; "none", the whole
+                sequence is recomputed each step (slow; the baseline of the paper).
+            mars_cache_block_size: block size of the paper's block-level cache.
+            mars_confidence: "probability" of the candidate, "margin" over the runner-up, or "entropy" in nats, which
+                must not exceed the threshold.
+            mars_lossless: let the model confirm its own candidates.
+
+        Returns:
+            The sequences, or with `return_dict_in_generate=True` a `MarsGenerateOutput`.
+
+        Raises:
+            ValueError: for arguments that are out of range or that MARS cannot honour, before any forward pass.
+        """
+        given = {
+            "mars_threshold": mars_threshold,
+            "mars_block_size": mars_block_size,
+            "mars_cache": mars_cache,
+            "mars_cache_block_size": mars_cache_block_size,
+            "mars_confidence": mars_confidence,
+            "mars_lossless": mars_lossless,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get("mars_threshold") is not None and kwargs.get("custom_generate") is not None:
+            raise ValueError(
+                "`mars_threshold` and `custom_generate` both replace the decoding loop. Pass one of them."
+            )
+        return super().generate(*args, **given, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as the stock class does: a MARS checkpoint is an ordinary checkpoint, whatever this class is called."""
+        model: Any = self
+        mars_class = type(self)
+        model.__class__ = next(
+            c for c in mars_class.__mro__ if issubclass(c, PreTrainedModel) and not issubclass(c, MarsGenerationMixin)
+        )
+        try:
+            return model.save_pretrained(*args, **kwargs)
+        finally:
+            model.__class__ = mars_class
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        # Custom entries survive in a generation config, but as arguments they are only merged into one that has them.
+        given = {name: kwargs.pop(name) for name in DEFAULTS if name in kwargs}
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        for name, default in DEFAULTS.items():
+            value = given.get(name, getattr(generation_config, name, None))
+            setattr(generation_config, name, default if value is None else value)
+        return generation_config, model_kwargs
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
+    ) -> None:
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        generation_config._mars_options = None
+        if generation_config.mars_lossless:
+            raise ValueError("`mars_lossless=True` is not available in this version. Set `mars_threshold` instead.")
+        if generation_config.mars_threshold is None:
+            return
+        options = resolve_options(generation_config)
+        if options.is_autoregressive:
+            generation_config._mars_options = options
+            return
+        self._refuse_modes(generation_mode, generation_config, generation_mode_kwargs)
+        self._refuse_models(options)
+        generation_config._mars_options = options
+
+    def _refuse_modes(
+        self, generation_mode: GenerationMode, config: GenerationConfig, generation_mode_kwargs: dict
+    ) -> None:
+        if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            cause = {
+                GenerationMode.ASSISTED_GENERATION: "`assistant_model` and `prompt_lookup_num_tokens`",
+                GenerationMode.BEAM_SEARCH: "`num_beams > 1`",
+                GenerationMode.BEAM_SAMPLE: "`num_beams > 1`",
+            }.get(generation_mode, f"Generation mode `{generation_mode.value}`")
+            raise ValueError(
+                f"{cause} cannot be combined with `mars_threshold`: MARS proposes and accepts several tokens of one "
+                "greedy or sampled sequence. Unset one of them."
+            )
+        if generation_mode_kwargs.get("synced_gpus"):
+            raise ValueError(
+                "`mars_threshold` does not work with `synced_gpus` (DeepSpeed ZeRO-3 or FSDP over several processes): "
+                "the processes would take different numbers of steps. Gather the weights, or set `mars_threshold=1.0`."
+            )
+        wanted = {
+            "output_scores": config.output_scores,
+            "output_logits": config.output_logits,
+            "output_attentions": config.output_attentions,
+            "output_hidden_states": config.output_hidden_states,
+            "prefill_chunk_size": config.prefill_chunk_size,
+            "guidance_scale": config.guidance_scale not in (None, 1),
+            "cache_implementation": config.cache_implementation not in (None, "dynamic"),
+        }
+        if refused := [name for name, value in wanted.items() if value]:
+            raise ValueError(
+                f"`{'`, `'.join(refused)}` is not supported together with `mars_threshold`. Unset it, or set "
+                "`mars_threshold=1.0` for plain autoregressive decoding."
+            )
+
+    def _refuse_models(self, options: MarsOptions) -> None:
+        if self.config.is_encoder_decoder:
+            raise ValueError(
+                f"MARS decodes decoder-only models, and `{self.config.model_type}` is an encoder-decoder. Unset "
+                "`mars_threshold`."
+            )
+        if "position_ids" not in inspect.signature(self.forward).parameters:
+            raise ValueError(
+                f"MARS needs a model whose forward takes `position_ids`, and `{type(self).__name__}` does not. Unset "
+                "`mars_threshold`."
+            )
+        if options.cache == "cursor":
+            attention_windows(self.config)
+            masks_for_model(self.config, self.dtype, lambda window: torch.ones(1, 1, 1, 1, dtype=torch.bool))
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        options: MarsOptions | None = generation_config._mars_options
+        if options is None or options.is_autoregressive:
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            return
+        if model_kwargs.get("cache") is not None:
+            raise ValueError(
+                f"`cache` ({type(model_kwargs['cache']).__name__}) cannot be continued by MARS, whose rows advance "
+                "independently. Pass the whole text as `input_ids` instead, or set `mars_threshold=1.0`."
+            )
+        if options.cache == "cursor":
+            if not generation_config.use_cache:
+                raise ValueError(
+                    "`use_cache=False` contradicts `mars_cache='cursor'`. Set `mars_cache='none'` to recompute the "
+                    "sequence each step."
+                )
+            model_kwargs["cache"] = MarsCache()
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Tensor | MarsGenerateOutput:
+        options: MarsOptions | None = generation_config._mars_options
+        if options is None:
+            return super()._sample(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
+            )
+        if options.is_autoregressive:
+            ends = EndRecorder(stopping_criteria)
+            output = super()._sample(
+                input_ids, logits_processor, ends, generation_config, synced_gpus, streamer, **model_kwargs
+            )
+            return ends.as_mars_output(output) if generation_config.return_dict_in_generate else output
+        if isinstance(options.threshold, Tensor):
+            options.threshold = expand_threshold(options.threshold, input_ids.shape[0], generation_config)
+        refuse_inputs(self.config, input_ids, generation_config, streamer, model_kwargs)
+        decoder = MarsDecoder(
+            self, input_ids, options, generation_config, logits_processor, stopping_criteria, streamer, model_kwargs
+        )
+        with self._optimize_model_for_decode():
+            return decoder.run()
+
+
+def refuse_inputs(
+    model_config: Any, input_ids: Tensor, config: GenerationConfig, streamer: Any, model_kwargs: dict[str, Any]
+) -> None:
+    """Refuse what would give wrong text, before the first forward pass."""
+    if unknown := sorted(k for k, v in model_kwargs.items() if v is not None and k not in KNOWN_INPUTS):
+        raise ValueError(
+            f"MARS decoding does not know how to continue the model inputs {', '.join(unknown)}. Leave them out, or set "
+            "`mars_threshold=1.0`."
+        )
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(
+            "A `streamer` takes one row: rows of a MARS batch accept different numbers of tokens. Generate one prompt."
+        )
+    attention_mask = model_kwargs.get("attention_mask")
+    if attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
+        raise ValueError(
+            "The prompts are padded on the right, so new tokens would follow padding. Set "
+            "`tokenizer.padding_side = 'left'`."
+        )
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return
+    positions = model_kwargs.get("position_ids")
+    longest = input_ids.shape[1] if positions is None else int(positions[..., -1].max()) + 1
+    total = longest + config.max_length - input_ids.shape[1]
+    if total > limit:
+        raise ValueError(
+            f"The prompt and its new tokens take {total} positions, and the model has {limit} "
+            "(`max_position_embeddings`). Shorten the prompt or lower `max_new_tokens`."
+        )
+
+
+class EndRecorder(StoppingCriteriaList):
+    """Stopping criteria that remember how long each row of a stock `generate` became."""
+
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
+        super().__init__(criteria)
+        self.going: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ended = super().__call__(input_ids, scores, **kwargs)
+        before = self.going[-1] if self.going else torch.ones_like(ended)
+        self.going.append(before & ~ended)
+        return ended
+
+    def as_mars_output(self, output: Any) -> MarsGenerateOutput:
+        """A stock output with the counts of plain autoregression: one token per row and forward pass."""
+        steps = len(self.going)
+        going = torch.stack([torch.ones_like(self.going[0]), *self.going[:-1]], dim=-1)
+        return MarsGenerateOutput(
+            **output,
+            num_forwards=steps,
+            accepted_lengths=going.long().cpu(),
+            tokens_per_forward=torch.ones(going.shape[0]),
+        )

@@ -1,0 +1,168 @@
+"""Who may attend to whom: the visibility rule of MARS, written once, and the forms that attention backends read.
+
+Shapes: N rows of a batch, L tokens of a sequence, T tokens of a two-stream sequence (clean and masked), Q queries,
+K keys, B the MARS block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+
+PADDING, CLEAN, MASKED = -1, 0, 1
+
+# A model takes one mask for all its layers, or one per kind of layer where full and sliding attention alternate.
+AttentionMask = Tensor | dict[str, Tensor]
+
+
+class Layout(NamedTuple):
+    """What the visibility rule needs to know of every token; all fields are int64 and broadcast against each other.
+
+    Attributes:
+        stream: `PADDING`, `CLEAN` or `MASKED`.
+        position: position in the sequence, 0..L-1; both streams of a sequence carry the same ones.
+        block: number of the MARS block the token belongs to, growing with the position.
+    """
+
+    stream: Tensor
+    position: Tensor
+    block: Tensor
+
+
+def visible(query: Layout, key: Layout, window: int | None = None) -> Tensor:
+    """The rule of MARS section "training": may `query` attend to `key`? Broadcasts the two layouts.
+
+    A clean token sees the clean tokens up to itself. A masked-stream token sees its own block of the masked stream
+    up to itself, and the clean tokens of the blocks before. `window` intersects the rule with sliding-window
+    attention: a token sees positions less than `window` behind its own. Padding is seen by nobody.
+    """
+    from_masked, to_masked = query.stream == MASKED, key.stream == MASKED
+    from_clean, to_clean = query.stream == CLEAN, key.stream == CLEAN
+    causal = key.position <= query.position
+    allowed = from_clean & to_clean & causal
+    allowed = allowed | (from_masked & to_masked & causal & (key.block == query.block))
+    allowed = allowed | (from_masked & to_clean & (key.block < query.block))
+    if window is not None:
+        allowed = allowed & (query.position - key.position < window)
+    return allowed
+
+
+def dense_mask(layout: Layout, window: int | None = None) -> Tensor:
+    """The rule as a bool tensor (N, 1, T, T) for a layout of (N, T) fields.
+
+    Every token attends at least to itself: a padding row without any key gives NaN on some backends.
+    """
+    queries = Layout(*(field[:, :, None] for field in layout))
+    keys = Layout(*(field[:, None, :] for field in layout))
+    itself = torch.eye(layout.stream.shape[1], dtype=torch.bool, device=layout.stream.device)
+    return (visible(queries, keys, window) | itself)[:, None]
+
+
+def flex_mask_mod(layout: Layout, window: int | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The rule as a `mask_mod` of flex attention, for `torch.nn.attention.flex_attention.create_block_mask`."""
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        queries = Layout(*(field[row, query] for field in layout))
+        keys = Layout(*(field[row, key] for field in layout))
+        return visible(queries, keys, window) | (query == key)
+
+    return mask_mod
+
+
+def mars_attention_mask(seq_length: int, block_size: int) -> Tensor:
+    """The two-stream mask of MARS in its full form, clean stream first: a bool tensor (2L, 2L), True where allowed.
+
+    Args:
+        seq_length: L, the length of the sequence in tokens.
+        block_size: B; the last block is shorter where B does not divide L.
+
+    Raises:
+        ValueError: if either argument is not a positive integer.
+    """
+    for name, value in (("seq_length", seq_length), ("block_size", block_size)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+    position = torch.arange(seq_length).repeat(2)[None]
+    stream = torch.tensor([CLEAN, MASKED]).repeat_interleave(seq_length)[None]
+    return dense_mask(Layout(stream, position, position // block_size))[0, 0]
+
+
+def decode_mask(columns: Tensor, key_mask: Tensor, window: int | None = None) -> Tensor:
+    """The mask of a decoding step over a cache whose slots are the columns of the (left-padded) sequences.
+
+    Args:
+        columns: (N, Q) column of every query; each sees the columns up to its own.
+        key_mask: (N, K) bool, False for padding columns.
+        window: sliding window in tokens, or None.
+
+    Returns:
+        (N, 1, Q, K) bool.
+    """
+    keys = torch.arange(key_mask.shape[1], device=columns.device)
+    behind = columns[:, :, None] - keys
+    allowed = (behind >= 0) & key_mask[:, None, :]
+    if window is not None:
+        allowed = allowed & (behind < window)
+    return allowed[:, None]
+
+
+def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
+    """The kinds of attention layer of a model and the sliding window of each, None for full attention.
+
+    Models whose layers are all alike have one entry. The order is not significant.
+
+    Raises:
+        ValueError: for layers that cannot take a custom mask (linear attention, convolution, chunked attention).
+    """
+    config = config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "attention_chunk_size", None) is not None:
+        kinds = kinds or {"chunked_attention"}
+    if not kinds:
+        kinds = {"full_attention" if window is None else "sliding_attention"}
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            "MARS needs full or sliding-window attention in every layer, because [MASK]s must be kept from the tokens "
+            f"that may not see them; `{config.model_type}` has {', '.join(sorted(unknown))} layers. Use a model "
+            "without them."
+        )
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+
+
+def masks_for_model(
+    config: PreTrainedConfig, dtype: torch.dtype, make_mask: Callable[[int | None], Tensor]
+) -> AttentionMask:
+    """Make the masks that a model's layers and its attention backend read.
+
+    Args:
+        config: the model's configuration; its layer types and attention implementation decide the form.
+        dtype: the dtype attention runs in; `eager` adds the mask to the scores in it.
+        make_mask: from a sliding window, or None, to the bool mask (N, 1, Q, K).
+
+    Returns:
+        One tensor, or a dict by layer type for models that mix full and sliding layers. Bool for `sdpa`; 0 and the
+        dtype's minimum for `eager`, which adds its mask and would silently take True for 1.
+
+    Raises:
+        ValueError: for an attention implementation that takes no such mask.
+    """
+    implementation = config.get_text_config()._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"MARS needs an attention implementation that takes a custom mask, and `{implementation}` does not. Load "
+            "the model with `attn_implementation='sdpa'` (or 'eager')."
+        )
+
+    def backend_form(mask: Tensor) -> Tensor:
+        if implementation == "sdpa":
+            return mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+    masks = {kind: backend_form(make_mask(window)) for kind, window in attention_windows(config).items()}
+    return masks if len(masks) > 1 else next(iter(masks.values()))

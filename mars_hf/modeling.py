@@ -1,0 +1,78 @@
+"""MARS generation for any decoder-only model: the class is swapped, the object and its weights stay."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .generation import MarsGenerationMixin
+
+
+def get_mars_model(model: Any, mask_token_id: int | None = None, block_size: int | None = None) -> Any:
+    """Give a loaded model MARS generation.
+
+    Args:
+        model: a decoder-only `PreTrainedModel`, quantised or not, or a `PeftModel` around one.
+        mask_token_id: id of [MASK]; needed only where the checkpoint does not record it.
+        block_size: candidates per forward pass; by default what the checkpoint records.
+
+    Returns:
+        The same object. `generate` takes `mars_threshold` from now on; all else is as before, and the class keeps its
+        name, so that the model saves, and is looked up, as the stock class.
+
+    Raises:
+        ValueError: if the model is not a decoder-only language model, or an argument is out of range.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel) or not base.can_generate() or base.config.is_encoder_decoder:
+        raise ValueError(
+            f"`get_mars_model` needs a decoder-only transformers model that can generate, got {type(base).__name__}."
+        )
+    if mask_token_id is not None:
+        rows = base.get_input_embeddings().weight.shape[0]
+        if isinstance(mask_token_id, bool) or not isinstance(mask_token_id, int) or not 0 <= mask_token_id < rows:
+            raise ValueError(
+                f"`mask_token_id` must be the id of a token with an embedding row (0 to {rows - 1}), got "
+                f"{mask_token_id!r}. `add_mask_token(tokenizer, model)` makes one."
+            )
+    if block_size is not None and (isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1):
+        raise ValueError(f"`block_size` must be a positive integer, got {block_size!r}.")
+    if not isinstance(base, MarsGenerationMixin):
+        base.__class__ = _mars_class(type(base))  # type: ignore[arg-type]
+    for name, value in (("mars_mask_token_id", mask_token_id), ("mars_block_size", block_size)):
+        if value is not None:
+            setattr(base.generation_config, name, value)
+            # A generation config that was derived from the model config drops custom entries when it is saved.
+            base.generation_config._from_model_config = False
+    return model
+
+
+@cache
+def _mars_class(stock: type) -> type:
+    # `architectures` of a saved config, pipelines and auto classes all go by the class name.
+    return type(
+        stock.__name__, (MarsGenerationMixin, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__}
+    )
+
+
+class AutoMarsModelForCausalLM:
+    """`AutoModelForCausalLM` whose models have MARS generation."""
+
+    def __init__(self) -> None:
+        raise OSError(
+            "AutoMarsModelForCausalLM is used through `AutoMarsModelForCausalLM.from_pretrained(path_or_repo)` or "
+            "`AutoMarsModelForCausalLM.from_config(config)`."
+        )
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint as `AutoModelForCausalLM.from_pretrained` does, with all its arguments."""
+        return get_mars_model(AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs))
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """Make a model with random weights, as `AutoModelForCausalLM.from_config` does."""
+        return get_mars_model(AutoModelForCausalLM.from_config(config, **kwargs))

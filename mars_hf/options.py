@@ -1,0 +1,148 @@
+"""The `mars_*` arguments of `generate`: their defaults, their checks, and the throttle that may turn between steps.
+
+Shapes: N rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .acceptance import CONFIDENCES
+
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+# Arguments of `generate` and their values where neither the call nor a generation config sets them.
+DEFAULTS: dict[str, Any] = {
+    "mars_threshold": None,
+    "mars_block_size": 4,
+    "mars_mask_token_id": None,
+    "mars_cache": "cursor",
+    "mars_cache_block_size": 32,
+    "mars_confidence": "probability",
+    "mars_lossless": False,
+}
+
+
+@dataclass
+class MarsStep:
+    """What a callable `mars_threshold` is told before each step.
+
+    Attributes:
+        index: number of the step, from 0.
+        new_tokens: (N,) int64 on the host, tokens that each row of the batch has generated so far.
+        accepted: (N,) int64 on the host, tokens that each row accepted in the step before; zeros at first.
+        seconds: since decoding began.
+    """
+
+    index: int
+    new_tokens: Tensor
+    accepted: Tensor
+    seconds: float
+
+
+Threshold = float | Tensor | Callable[[MarsStep], float | Tensor]
+
+
+@dataclass
+class MarsOptions:
+    """The checked `mars_*` arguments of one `generate` call.
+
+    Attributes:
+        threshold: a float, (N,) thresholds, or a callable asked before each step.
+        block_size: candidates of a step (B).
+        mask_token_id: id of [MASK].
+        cache: "cursor" or "none".
+        confidence: a measure of `acceptance.confidence_of`.
+    """
+
+    threshold: Threshold
+    block_size: int
+    mask_token_id: int
+    cache: str
+    confidence: str
+
+    @property
+    def is_autoregressive(self) -> bool:
+        """Whether no candidate but the first could ever be accepted, so that the stock loop does the same for less."""
+        if callable(self.threshold) or self.confidence == "entropy":
+            return False
+        return bool((torch.as_tensor(self.threshold) >= 1.0).all())
+
+
+def resolve_options(config: GenerationConfig) -> MarsOptions:
+    """Check the `mars_*` entries of a generation config, whatever set them.
+
+    Raises:
+        ValueError: for an entry that is out of range, or not available, and for an unknown mask token.
+    """
+    mask_token_id, block_size = config.mars_mask_token_id, config.mars_block_size
+    if mask_token_id is None:
+        raise ValueError(
+            "MARS decoding needs the id of the [MASK] token, and `generation_config.mars_mask_token_id` is not set. "
+            "Load a checkpoint that `MarsSFTTrainer` saved, or pass it: `get_mars_model(model, mask_token_id=...)`."
+        )
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"`mars_block_size` must be a positive integer, got {block_size!r}.")
+    if config.mars_cache == "block":
+        raise ValueError("`mars_cache='block'` is not available in this version. Use 'cursor' or 'none'.")
+    if config.mars_cache not in ("cursor", "none"):
+        raise ValueError(f"`mars_cache` must be 'cursor' or 'none', got {config.mars_cache!r}.")
+    if config.mars_confidence not in CONFIDENCES:
+        raise ValueError(f"`mars_confidence` must be one of {', '.join(CONFIDENCES)}, got {config.mars_confidence!r}.")
+    threshold = config.mars_threshold
+    if not callable(threshold):
+        threshold = check_threshold(threshold, config.mars_confidence)
+    return MarsOptions(threshold, block_size, mask_token_id, config.mars_cache, config.mars_confidence)
+
+
+def check_threshold(threshold: Any, confidence: str, batch: int | None = None) -> float | Tensor:
+    """A valid threshold: a float, or a float32 tensor (N,) where one is given per row.
+
+    Args:
+        threshold: a number, a sequence of numbers or a tensor.
+        confidence: the measure it is for.
+        batch: N, where it is known.
+
+    Raises:
+        ValueError: for thresholds outside (0, 1] (entropy: negative or infinite), NaN, or a wrong number of them.
+    """
+    try:
+        values = torch.as_tensor(threshold, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"`mars_threshold` must be a number, one number per row, or a callable, got {threshold!r}."
+        ) from error
+    if values.ndim > 1 or (values.ndim == 1 and batch is not None and values.shape[0] != batch):
+        raise ValueError(
+            f"`mars_threshold` must be one number or one per row of the batch ({batch} rows), got "
+            f"shape {tuple(values.shape)}."
+        )
+    # Looking at values that live on an accelerator would make the host wait for it, each step.
+    if values.device.type == "cpu":
+        if confidence == "entropy":
+            valid, allowed = (values >= 0) & values.isfinite(), "a finite number of nats, 0 or more"
+        else:
+            valid, allowed = (values > 0) & (values <= 1), "in (0, 1]; 1.0 is plain autoregressive decoding"
+        if not bool(valid.all()):
+            raise ValueError(f"`mars_threshold` must be {allowed}, got {threshold!r}.")
+    return float(values) if values.ndim == 0 else values
+
+
+def expand_threshold(threshold: Tensor, batch: int, config: GenerationConfig) -> Tensor:
+    """Thresholds per prompt, repeated for `num_return_sequences` as `generate` repeats the prompts.
+
+    Raises:
+        ValueError: if there is not one threshold per prompt.
+    """
+    if threshold.shape[0] * config.num_return_sequences == batch:
+        threshold = threshold.repeat_interleave(config.num_return_sequences)
+    checked = check_threshold(threshold, config.mars_confidence, batch)
+    assert isinstance(checked, Tensor)
+    return checked

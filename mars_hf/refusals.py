@@ -1,0 +1,167 @@
+"""What MARS training cannot do, said before any work: each function raises a ValueError or returns None."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from .mask_token import MaskToken
+from .masks import masks_for_model
+
+
+def refuse_arguments(
+    args: TrainingArguments, data_collator: Callable | None = None, compute_loss_func: Callable | None = None
+) -> None:
+    """Refuse the arguments of `SFTTrainer` that two streams rule out.
+
+    Raises:
+        ValueError: says which argument, why, and what to set instead.
+    """
+    if args.packing or args.eval_packing:
+        raise ValueError(
+            "MARS does not train on packed sequences yet: the documents of a sequence would see each other. Set "
+            "`packing=False` and leave `eval_packing` unset."
+        )
+    if args.padding_free:
+        raise ValueError(
+            "MARS does not train padding-free yet: its attention mask needs one row per example. Set "
+            "`padding_free=False`."
+        )
+    if data_collator is not None:
+        raise ValueError(
+            "MARS needs its own data collator, which builds the two streams. Leave `data_collator` unset, and give "
+            "the examples `input_ids` and `labels` columns if you prepare them yourself."
+        )
+    if compute_loss_func is not None:
+        raise ValueError(
+            "`compute_loss_func` needs the logits, which MARS does not build. Leave it unset, or override "
+            "`compute_loss` in a subclass."
+        )
+    if args.label_smoothing_factor > 0:
+        raise ValueError(
+            "Label smoothing needs the logits, which MARS does not build. Set `label_smoothing_factor=0.0`."
+        )
+    refuse_parallelism(args.parallelism_config)
+
+
+def refuse_processor(processing_class: Any) -> None:
+    """Refuse anything but a tokenizer.
+
+    Raises:
+        ValueError: for the processor of a vision-language model.
+    """
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise ValueError(
+            f"MARS trains on text only, and `processing_class` is a `{type(processing_class).__name__}`. Pass a "
+            "tokenizer; for the text side of a vision-language model that is `processor.tokenizer`."
+        )
+
+
+def refuse_parallelism(parallelism_config: Any) -> None:
+    """Refuse an accelerate `ParallelismConfig` that splits sequences; None is fine.
+
+    Raises:
+        ValueError: under context or sequence parallelism.
+    """
+    if any(getattr(parallelism_config, name, False) for name in ("cp_enabled", "sp_enabled")):
+        raise ValueError(
+            "MARS does not train with context or sequence parallelism: they split a sequence between devices and drop "
+            "its attention mask, which keeps the [MASK]s apart. Set `cp_size=1` and `sp_size=1`."
+        )
+
+
+def refuse_config(config: PreTrainedConfig) -> None:
+    """Refuse a model from its configuration alone, before its weights are loaded.
+
+    Raises:
+        ValueError: for an encoder-decoder, or layers or an attention implementation that take no custom mask.
+    """
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"MARS trains decoder-only models, and `{config.model_type}` is an encoder-decoder. Use a causal language "
+            "model."
+        )
+    masks_for_model(config, torch.float32, lambda window: torch.ones(1, 1, 1, 1, dtype=torch.bool))
+
+
+def refuse_model(model: PreTrainedModel, router_aux_loss_coef: float | None) -> None:
+    """Refuse a loaded model, not wrapped by PEFT.
+
+    Args:
+        router_aux_loss_coef: what the arguments set; None takes the one in the model's configuration.
+
+    Raises:
+        ValueError: for a model that cannot be told positions, for a router loss, and as `refuse_config`.
+    """
+    refuse_config(model.config)
+    text_config = model.config.get_text_config()
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    if not takes_positions or getattr(text_config, "alibi", False):
+        raise ValueError(
+            "MARS gives both streams the same positions, so it needs a model that reads `position_ids`, and "
+            f"`{type(model).__name__}` does not. Use a model with rotary or learned positions."
+        )
+    if hasattr(text_config, "output_router_logits"):
+        if router_aux_loss_coef is None:
+            router_aux_loss_coef = getattr(text_config, "router_aux_loss_coef", 0.0)
+        if router_aux_loss_coef != 0.0:
+            raise ValueError(
+                "MARS does not train with the auxiliary loss of a Mixture-of-Experts router: it reads the attention "
+                f"mask as one of padding. Set `router_aux_loss_coef=0.0` (it is {router_aux_loss_coef})."
+            )
+
+
+def refuse_untrained_mask(model: PreTrainedModel, peft_config: Any, mask_token: MaskToken) -> None:
+    """Refuse PEFT that would leave the embedding of the mask token as it is.
+
+    A model whose generation config records this mask token has been trained with it before, and may keep it.
+
+    Args:
+        model: the model, wrapped by PEFT or not.
+        peft_config: the configuration it will be wrapped with, or None.
+        mask_token: the mask token, whose id need not have a row yet.
+
+    Raises:
+        ValueError: if no adapter trains the row, saying what to set.
+    """
+    is_wrapped = is_peft_model(model)
+    base_model = model.get_base_model() if is_wrapped else model
+    configs = [model.peft_config[name] for name in model.active_adapters] if is_wrapped else [peft_config]
+    if configs == [None] or getattr(base_model.generation_config, "mars_mask_token_id", None) == mask_token.id:
+        return
+    embedding = base_model.get_input_embeddings()
+    path = next(name for name, module in base_model.named_modules() if module is embedding)
+    if any(_trains_row(config, path, mask_token.id) for config in configs):
+        return
+    name = path.rsplit(".", 1)[-1]
+    # Adapters on prompts have no way to train an embedding row at all.
+    other = " Use LoRA instead." if any(config.is_prompt_learning for config in configs) else ""
+    raise ValueError(
+        f"The PEFT configuration would leave the mask token {mask_token.text!r} (id {mask_token.id}) untrained, and "
+        f"the model could not tell a [MASK] from noise. Set `trainable_token_indices={{{name!r}: [{mask_token.id}]}}` "
+        f"in it, or add {name!r} to its `modules_to_save`.{other}"
+    )
+
+
+def _trains_row(peft_config: Any, embedding: str, row: int) -> bool:
+    """Whether a PEFT configuration trains one row of the embedding at this module path."""
+
+    def is_named(names: str | Iterable[str] | None) -> bool:
+        if isinstance(names, str):
+            return re.fullmatch(names, embedding) is not None
+        return any(embedding == name or embedding.endswith(f".{name}") for name in names or ())
+
+    if is_named(getattr(peft_config, "modules_to_save", None)) or is_named(
+        getattr(peft_config, "target_modules", None)
+    ):
+        return True
+    indices = getattr(peft_config, "trainable_token_indices", None) or {}
+    if not isinstance(indices, dict):
+        return row in indices
+    return any(is_named([name]) and row in rows for name, rows in indices.items())

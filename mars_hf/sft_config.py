@@ -1,0 +1,97 @@
+"""The arguments of MARS training."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field, fields
+
+from transformers import TrainingArguments
+from trl import SFTConfig
+
+from .collator import BLOCK_OFFSETS
+
+
+@dataclass
+class MarsSFTConfig(SFTConfig):
+    """`SFTConfig` with what MARS adds.
+
+    Args:
+        mars_block_size: number of tokens in a block, B: the most tokens a decoding step can accept.
+        mars_ar_weight: weight of the clean stream, the ordinary SFT loss.
+        mars_mask_weight: weight of the masked stream. 0 trains exactly as `SFTTrainer` does.
+        mars_mask_token: the mask token. None takes the tokenizer's own, or adds `<|mask|>`.
+        mars_block_offset: `"fixed"` starts the blocks at each sequence's first token, `"random"` at a random phase
+            drawn anew each time an example is seen.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    mars_block_size: int = field(
+        default=4,
+        metadata={"help": "Number of tokens in a MARS block: the most tokens that a decoding step can accept."},
+    )
+    mars_ar_weight: float = field(
+        default=1.0,
+        metadata={"help": "Weight of the loss of the clean stream, which is the ordinary SFT loss."},
+    )
+    mars_mask_weight: float = field(
+        default=1.0,
+        metadata={"help": "Weight of the loss of the masked stream. 0 trains exactly as `SFTTrainer` does."},
+    )
+    mars_mask_token: str | None = field(
+        default=None,
+        metadata={
+            "help": "The mask token. If not set, the tokenizer's own mask token is used, or `<|mask|>` is added to it."
+        },
+    )
+    mars_block_offset: str = field(
+        default="fixed",
+        metadata={
+            "help": "Where the blocks of a sequence start: 'fixed' at its first token, 'random' at a random phase "
+            "drawn anew each time an example is seen, so that a token is met at every depth over the epochs.",
+            "choices": list(BLOCK_OFFSETS),
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        size = self.mars_block_size
+        if not isinstance(size, int) or size < 2:
+            raise ValueError(
+                f"`mars_block_size` must be an integer of at least 2, got {size!r}. For ordinary SFT set "
+                "`mars_mask_weight=0`."
+            )
+        for name in ("mars_ar_weight", "mars_mask_weight"):
+            weight = getattr(self, name)
+            if not math.isfinite(weight) or weight < 0:
+                raise ValueError(f"`{name}` must be a finite number of at least 0, got {weight!r}.")
+        if self.mars_ar_weight == 0 and self.mars_mask_weight == 0:
+            raise ValueError("`mars_ar_weight` and `mars_mask_weight` are both 0: nothing would be trained. Set one.")
+        if self.mars_block_offset not in BLOCK_OFFSETS:
+            raise ValueError(
+                f"`mars_block_offset` must be one of {', '.join(BLOCK_OFFSETS)}, got {self.mars_block_offset!r}."
+            )
+
+
+def as_mars_config(args: TrainingArguments | None, model_name: str) -> TrainingArguments:
+    """Turn what `SFTTrainer` takes as `args` into arguments that have every field of `MarsSFTConfig`.
+
+    A plain `SFTConfig` is copied, with the MARS fields at their defaults; None and plain `TrainingArguments` go the
+    way they go in `SFTTrainer`.
+    """
+    if args is None:
+        return MarsSFTConfig(f"{model_name.split('/')[-1]}-MARS")
+    if isinstance(args, MarsSFTConfig):
+        return args
+    if not isinstance(args, SFTConfig):
+        return MarsSFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})  # `to_dict` hides the token
+    # A copy, not a new object from `to_dict`: that loses what is no field, and reads derived values as given ones.
+    mars_args = copy.copy(args)
+    if type(args) is SFTConfig:
+        mars_args.__class__ = MarsSFTConfig
+    for option in fields(MarsSFTConfig):
+        if option.name.startswith("mars_") and not hasattr(args, option.name):
+            setattr(mars_args, option.name, option.default)
+    return mars_args

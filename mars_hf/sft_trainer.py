@@ -1,0 +1,291 @@
+"""`MarsSFTTrainer`: TRL's `SFTTrainer` with a second, masked stream in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    BitsAndBytesConfig,
+    DataCollator,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from trl import SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput, create_model_from_path, get_config_model_id
+
+from .collator import DataCollatorForMars, batch_layout, predicts_own_block
+from .fused_head import make_head_readable, score_targets
+from .losses import TokenScores, mars_loss, stream_metrics, stream_sums
+from .mask_token import add_mask_token, find_mask_token
+from .masks import CLEAN, AttentionMask, Layout, dense_mask, masks_for_model
+from .modeling import get_mars_model
+from .refusals import (
+    refuse_arguments,
+    refuse_config,
+    refuse_model,
+    refuse_parallelism,
+    refuse_processor,
+    refuse_untrained_mask,
+)
+from .sft_config import MarsSFTConfig, as_mars_config
+
+
+class MarsSFTTrainer(SFTTrainer):
+    """`SFTTrainer` that teaches a model to fill blocks of [MASK]s as well, for MARS decoding.
+
+    It takes what `SFTTrainer` takes. It gives the tokenizer a mask token if it has none, collates two-stream
+    batches and overrides `compute_loss`; the rest is `SFTTrainer`. It records `mars_block_size` and
+    `mars_mask_token_id` in the model's generation config, where decoding finds them. `mars_mask_weight=0` does
+    nothing of this and trains as `SFTTrainer` does.
+
+    It logs, besides what `SFTTrainer` logs of the clean stream: `ar_loss`, `mask_loss`, `mask_accuracy`, the same by
+    depth (`mask_accuracy/depth_k`: predicted from the k-th [MASK] of a block) and `tokens_per_forward@0.95`.
+
+    Args:
+        args: a `MarsSFTConfig`, or what `SFTTrainer` takes; that trains with the default MARS arguments.
+
+    Raises:
+        ValueError: for arguments and models that two streams rule out, before any data or weights are touched where
+            that is possible; see `refusals`.
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "mars", "sft"]
+    _name = "MARS"
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        args: MarsSFTConfig | TrainingArguments | None = None,
+        data_collator: DataCollator | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Any | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+    ):
+        args = as_mars_config(args, model if isinstance(model, str) else get_config_model_id(model.config))
+        self._has_masked_stream = args.mars_mask_weight > 0
+        model_init_kwargs = args.model_init_kwargs
+        if self._has_masked_stream:
+            refuse_arguments(args, data_collator, compute_loss_func)
+            if processing_class is not None:
+                refuse_processor(processing_class)
+            # As in `SFTTrainer`, and here already because a new embedding row is drawn at random.
+            set_seed(args.seed)
+            if isinstance(model, str):
+                model = _load_model(model, args, quantization_config)
+                # Used up: `SFTTrainer` would warn that a loaded model ignores them.
+                quantization_config, args.model_init_kwargs = None, None
+            processing_class = self._prepare_mask_token(
+                model, args, processing_class, peft_config, (model_init_kwargs or {}).get("revision")
+            )
+        try:
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                formatting_func=formatting_func,
+            )
+        finally:
+            args.model_init_kwargs = model_init_kwargs
+        if self._has_masked_stream:
+            # Again, because a configuration in the launcher's file shows in the accelerator only.
+            refuse_parallelism(self.accelerator.parallelism_config)
+            self._finish_mars()
+
+    def _prepare_mask_token(
+        self,
+        model: PreTrainedModel,
+        args: MarsSFTConfig,
+        processing_class: Any,
+        peft_config: Any,
+        revision: str | None,
+    ) -> PreTrainedTokenizerBase:
+        """Refuse what the model rules out, then give it and its tokenizer the mask token; returns the tokenizer."""
+        refuse_model(_base_model(model), args.router_aux_loss_coef)
+        if processing_class is None:
+            processing_class = AutoProcessor.from_pretrained(
+                get_config_model_id(model.config), revision=revision, trust_remote_code=args.trust_remote_code
+            )
+            refuse_processor(processing_class)
+        mask_token = find_mask_token(processing_class, args.mars_mask_token)
+        refuse_untrained_mask(model, peft_config, mask_token)
+        self._mask_token_id = add_mask_token(processing_class, model, mask_token.text)
+        return processing_class
+
+    def _finish_mars(self) -> None:
+        """Swap the collator for the two-stream one, and record in the model what decoding must know."""
+        # Again, because `SFTTrainer` may have set a new end or padding token.
+        find_mask_token(self._tokenizer)
+        self.data_collator = DataCollatorForMars(
+            pad_token_id=self._tokenizer.pad_token_id,
+            pad_to_multiple_of=self.args.pad_to_multiple_of,
+            mask_token_id=self._mask_token_id,
+            block_size=self.args.mars_block_size,
+            block_offset=self.args.mars_block_offset,
+            dense_mask=False,
+        )
+        make_head_readable(_base_model(self.model).get_output_embeddings())
+        generation_config = _base_model(self.model).generation_config
+        generation_config.mars_block_size = self.args.mars_block_size
+        generation_config.mars_mask_token_id = self._mask_token_id
+        # Otherwise loading takes the generation config for a copy of the model's, and drops these entries.
+        generation_config._from_model_config = False
+        # So that `trainer.model.generate(mars_threshold=...)` works as soon as training is done.
+        get_mars_model(self.model)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not self._has_masked_stream:
+            return self._compute_sft_loss(model, inputs, return_outputs, num_items_in_batch)
+        # The fused head of `SFTTrainer` scores the targets without building the logits of both streams.
+        outputs = score_targets(
+            model,
+            _base_model(self.model),
+            inputs["target_ids"],
+            {
+                "input_ids": inputs["input_ids"],
+                "attention_mask": self._attention_mask(batch_layout(inputs, self.args.mars_block_size)),
+                "position_ids": inputs["position_ids"],
+                "use_cache": False,
+            },
+        )
+        # With the model split across devices, the head is on another than the batch.
+        scored = {key: value.to(outputs.log_probs.device) for key, value in inputs.items()}
+        num_targets = num_items_in_batch
+        if num_targets is None:
+            num_targets = (outputs.label_mask & (scored["stream_ids"] == CLEAN)).sum()
+        loss = mars_loss(
+            outputs.log_probs,
+            scored["stream_ids"],
+            num_targets,
+            self.args.mars_mask_weight,
+            self.args.mars_ar_weight,
+            self.args.loss_type,
+        )
+        # As in `SFTTrainer`: `num_items_in_batch` counts the targets of every rank, and DDP averages the gradients.
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        self._log_streams(outputs, scored)
+        if not return_outputs:
+            return loss
+        with torch.no_grad():
+            return loss, model(**self._clean_inputs(inputs), use_cache=False)
+
+    def _attention_mask(self, layout: Layout) -> AttentionMask:
+        """The mask of a batch in the form that the model's attention reads; made once, for all layers."""
+        return masks_for_model(self.model.config, self.model.dtype, lambda window: dense_mask(layout, window))
+
+    def _clean_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What `SFTTrainer` would give the model: the clean streams alone, (N, longest L)."""
+        length = inputs["labels"].shape[1]
+        is_clean = inputs["stream_ids"][:, :length] == CLEAN
+        input_ids = inputs["input_ids"][:, :length].masked_fill(~is_clean, self._tokenizer.pad_token_id)
+        return {"input_ids": input_ids, "attention_mask": is_clean.long()}
+
+    def _log_streams(self, outputs: FusedCausalLMOutput, inputs: dict[str, Tensor]) -> None:
+        """Add a batch to the metrics, summed over the processes."""
+        block_size = self.args.mars_block_size
+        sums = stream_sums(
+            TokenScores(outputs.log_probs.detach(), outputs.entropy.detach(), outputs.is_top1, outputs.label_mask),
+            batch_layout(inputs, block_size),
+            inputs["input_ids"] == self._mask_token_id,
+            predicts_own_block(inputs, block_size),
+            block_size,
+        )
+        totals = self.accelerator.gather_for_metrics(torch.stack(list(sums.values()))[None]).sum(0).tolist()
+        total = dict(zip(sums, totals, strict=True))
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        # What `SFTTrainer` logs, of the clean stream and by its rules.
+        for name, part in (("entropy", "entropy"), ("mean_token_accuracy", "correct")):
+            metrics[name].append(total[part] / total["targets"] if total["targets"] > 0 else 0.0)
+        if mode == "train":
+            self._total_train_tokens += int(total["tokens"]) // self._tp_size
+        metrics["num_tokens"] = [self._total_train_tokens]
+        for name, value in stream_metrics(total, block_size).items():
+            metrics[name].append(value)
+
+    def _compute_sft_loss(self, model, inputs, return_outputs, num_items_in_batch):
+        """The loss of `SFTTrainer`, times `mars_ar_weight`; logs it as `ar_loss` as well."""
+        fused = []
+        hook = model.register_forward_hook(lambda module, inputs, outputs: fused.append(outputs))
+        try:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            hook.remove()
+        scores = next((outputs for outputs in fused if getattr(outputs, "log_probs", None) is not None), None)
+        if scores is not None:
+            sums = torch.stack([-scores.log_probs.detach().sum(), scores.label_mask.sum()])
+            nll, targets = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
+            if targets > 0:
+                self._metrics["train" if self.model.training else "eval"]["ar_loss"].append(nll / targets)
+        if self.args.mars_ar_weight == 1:
+            return result
+        if return_outputs:
+            return result[0] * self.args.mars_ar_weight, result[1]
+        return result * self.args.mars_ar_weight
+
+
+def _base_model(model: PreTrainedModel) -> PreTrainedModel:
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def _load_model(path: str, args: MarsSFTConfig, quantization_config: BitsAndBytesConfig | None) -> PreTrainedModel:
+    """Load a model by the rules of `SFTTrainer`, because the mask token must be there before PEFT wraps it.
+
+    Raises:
+        ValueError: if its configuration rules out MARS, before the weights are loaded; or if the quantization is
+            given twice.
+    """
+    kwargs = dict(args.model_init_kwargs or {})
+    if quantization_config is not None:
+        if "quantization_config" in kwargs:
+            raise ValueError(
+                "`quantization_config` is set both as a trainer argument and in `model_init_kwargs`. Set it once, "
+                "preferably as a trainer argument."
+            )
+        kwargs["quantization_config"] = quantization_config
+    # A launcher places each process's model itself.
+    if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+        kwargs["device_map"] = None
+    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    config = AutoConfig.from_pretrained(
+        path, revision=kwargs.get("revision"), trust_remote_code=kwargs["trust_remote_code"]
+    )
+    config._attn_implementation = kwargs.get("attn_implementation") or "sdpa"
+    refuse_config(config)
+    return create_model_from_path(path, **kwargs)

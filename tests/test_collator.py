@@ -1,0 +1,170 @@
+"""Batches against rows that are built one token at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from conftest import make_model
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from mars_hf.collator import DataCollatorForMars, batch_layout, predicts_own_block
+from mars_hf.masks import CLEAN, MASKED, PADDING, dense_mask
+
+
+PAD, MASK = 0, 99
+
+
+def brute_force_row(ids: list[int], labels: list[int], block_size: int, phase: int = 0) -> dict[str, list[int]]:
+    """The two streams of an example by the words of the contract, token by token."""
+
+    def block(t: int) -> int:
+        return (t + phase) // block_size
+
+    targets = {t for t in range(1, len(ids)) if labels[t] != -100}
+    row = {"input_ids": [], "position_ids": [], "target_ids": [], "stream_ids": [], "grid_ids": []}
+
+    def append(t: int, token: int, stream: int) -> None:
+        row["input_ids"].append(token)
+        row["position_ids"].append(t)
+        row["target_ids"].append(labels[t + 1] if t + 1 in targets else -100)
+        row["stream_ids"].append(stream)
+        row["grid_ids"].append(t + phase)
+
+    for t, token in enumerate(ids):
+        append(t, token, CLEAN)
+    for t, token in enumerate(ids):
+        # Needed if it, or a later token of its block, predicts a target.
+        if any(later + 1 in targets and block(later) == block(t) for later in range(t, len(ids))):
+            append(t, MASK if t in targets else token, MASKED)
+    return row
+
+
+def random_examples(seed: int, count: int = 4) -> list[dict[str, list[int]]]:
+    generator = random.Random(seed)
+    examples = []
+    for _ in range(count):
+        ids = [generator.randrange(1, 90) for _ in range(generator.randrange(1, 14))]
+        density = generator.choice([0.2, 0.5, 1.0])
+        labels = [token if generator.random() < density else -100 for token in ids]
+        examples.append({"input_ids": ids, "labels": labels})
+    return examples
+
+
+def unpadded(batch: dict[str, torch.Tensor], row: int) -> dict[str, list[int]]:
+    keep = batch["stream_ids"][row] != PADDING
+    return {
+        key: batch[key][row][keep].tolist()
+        for key in ("input_ids", "position_ids", "target_ids", "stream_ids", "grid_ids")
+    }
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_equal_the_loops(block_size, seed):
+    examples = random_examples(seed)
+    collator = DataCollatorForMars(pad_token_id=PAD, mask_token_id=MASK, block_size=block_size, dense_mask=False)
+    batch = collator(examples)
+    for row, example in enumerate(examples):
+        expected = brute_force_row(example["input_ids"], example["labels"], block_size)
+        assert unpadded(batch, row) == expected
+        length = len(expected["input_ids"])
+        assert (batch["input_ids"][row, length:] == PAD).all()
+        assert (batch["target_ids"][row, length:] == -100).all()
+        assert (batch["stream_ids"][row, length:] == PADDING).all()
+    assert batch["input_ids"].shape[1] == max(len(unpadded(batch, row)["input_ids"]) for row in range(len(examples)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_labels_are_those_of_sft(seed):
+    examples = random_examples(seed)
+    for multiple in (None, 8):
+        batch = DataCollatorForMars(pad_token_id=PAD, mask_token_id=MASK, block_size=3, pad_to_multiple_of=multiple)(
+            examples
+        )
+        expected = DataCollatorForLanguageModeling(pad_token_id=PAD, pad_to_multiple_of=multiple)(examples)
+        assert torch.equal(batch["labels"], expected["labels"])
+        width = batch["input_ids"].shape[1]
+        assert width >= batch["labels"].shape[1]
+        assert multiple is None or width % multiple == 0
+
+
+def test_labels_default_to_the_tokens():
+    collator = DataCollatorForMars(pad_token_id=PAD, mask_token_id=MASK, block_size=2, dense_mask=False)
+    batch = collator([{"input_ids": [5, 6, 7]}])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 5, MASK]]  # position 2 predicts nothing
+    assert batch["target_ids"].tolist() == [[6, 7, -100, 6, 7]]
+    assert batch["labels"].tolist() == [[5, 6, 7]]
+
+
+def test_an_example_without_target_has_no_masked_stream():
+    collator = DataCollatorForMars(pad_token_id=PAD, mask_token_id=MASK, block_size=2, dense_mask=False)
+    batch = collator([{"input_ids": [5, 6, 7], "labels": [5, -100, -100]}])  # nothing predicts the first token
+    assert batch["input_ids"].tolist() == [[5, 6, 7]]
+    assert (batch["target_ids"] == -100).all()
+
+
+def test_random_offset_is_one_phase_per_example_and_seeded():
+    examples = random_examples(0, count=64)
+    collator = DataCollatorForMars(
+        pad_token_id=PAD, mask_token_id=MASK, block_size=4, block_offset="random", dense_mask=False
+    )
+    torch.manual_seed(1)
+    batch, other = collator(examples), collator(examples)
+    phases = batch["grid_ids"][:, 0]
+    assert set(phases.tolist()) == {0, 1, 2, 3}
+    assert not torch.equal(phases, other["grid_ids"][:, 0])
+    for row, example in enumerate(examples):
+        expected = brute_force_row(example["input_ids"], example["labels"], 4, int(phases[row]))
+        assert unpadded(batch, row) == expected
+    torch.manual_seed(1)
+    again = collator(examples)
+    assert all(torch.equal(batch[key], again[key]) for key in batch)
+
+
+def test_layout_and_own_block():
+    collator = DataCollatorForMars(
+        pad_token_id=PAD, mask_token_id=MASK, block_size=3, block_offset="random", dense_mask=False
+    )
+    batch = collator(random_examples(3, count=16))
+    layout, own = batch_layout(batch, 3), predicts_own_block(batch, 3)
+    for row in range(16):
+        phase = int(batch["grid_ids"][row, 0])
+        for column in (batch["stream_ids"][row] != PADDING).nonzero().flatten().tolist():
+            position = int(batch["position_ids"][row, column])
+            assert layout.block[row, column] == (position + phase) // 3
+            assert own[row, column] == ((position + phase) // 3 == (position + 1 + phase) // 3)
+
+
+def test_dense_batch_is_model_input():
+    examples = random_examples(2)
+    arguments = {"pad_token_id": PAD, "mask_token_id": MASK, "block_size": 3}
+    batch = DataCollatorForMars(**arguments)(examples)
+    layout = batch_layout(DataCollatorForMars(**arguments, dense_mask=False)(examples), 3)
+    assert torch.equal(batch["attention_mask"], dense_mask(layout))
+    assert set(batch) == {"input_ids", "position_ids", "attention_mask", "target_ids", "labels"}
+    targets = batch.pop("target_ids")
+    del batch["labels"]
+    logits = make_model()(**batch).logits
+    assert logits.shape[:2] == targets.shape
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_size": 1}, "`block_size` must be at least 2, got 1"),
+        ({"block_offset": "half"}, "`block_offset` must be one of fixed, random, got 'half'"),
+        ({"padding_free": True}, "Set `padding_free=False`"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DataCollatorForMars(**{"pad_token_id": PAD, "mask_token_id": MASK, "block_size": 2, **arguments})
+
+
+def test_packed_examples_are_refused():
+    collator = DataCollatorForMars(pad_token_id=PAD, mask_token_id=MASK, block_size=2)
+    with pytest.raises(ValueError, match="would see each other"):
+        collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "seq_lengths": [2, 1]}])

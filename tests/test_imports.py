@@ -1,0 +1,111 @@
+"""The shape of the code: who imports whom, what is public, and that whoever only generates does not load TRL."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mars_hf
+
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = sorted((ROOT / "mars_hf").glob("*.py"))
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+
+# The dependency table of the design: each file may import from these, all of which stand above it.
+TABLE = {
+    "masks": set(),
+    "acceptance": set(),
+    "losses": {"masks"},
+    "cache": set(),
+    "mask_token": set(),
+    "collator": {"masks"},
+    "refusals": {"masks", "mask_token"},
+    "fused_head": set(),
+    "sft_config": {"collator"},
+    "sft_trainer": {"masks", "losses", "mask_token", "collator", "refusals", "fused_head", "sft_config", "modeling"},
+    "options": {"acceptance"},
+    "state": set(),
+    "proposing": {"masks", "cache", "state"},
+    "decoding": {"acceptance", "options", "state", "proposing"},
+    "generation": {"masks", "cache", "options", "decoding"},
+    "modeling": {"generation"},
+}
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """(module, names) of every import of a file; relative ones as `mars_hf.module`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = f"mars_hf.{node.module or ''}".rstrip(".") if node.level else node.module
+            yield module, [alias.name for alias in node.names]
+
+
+def own_imports(path: Path) -> set[str]:
+    """The files of the library that a file of the library imports."""
+    return {module.split(".")[1] for module, _ in imports_of(path) if module.startswith("mars_hf.")}
+
+
+def needs(name: str) -> set[str]:
+    """A file and all that it imports, directly or not, by the table."""
+    return {name}.union(*(needs(other) for other in TABLE[name]))
+
+
+def test_table_runs_one_way():
+    above: set[str] = set()
+    for name, allowed in TABLE.items():
+        assert allowed <= above, f"{name} imports from a file below it"
+        above.add(name)
+
+
+@pytest.mark.parametrize("path", [path for path in LIBRARY if path.stem != "__init__"], ids=lambda path: path.stem)
+def test_library_keeps_to_the_table(path: Path):
+    assert path.stem in TABLE, f"{path.name} is not in the table of this test: say what it may import"
+    assert own_imports(path) <= TABLE[path.stem]
+
+
+def test_training_and_decoding_meet_only_in_the_masks_and_the_mask_token():
+    # The trainer itself hands its model to `get_mars_model`, so that it can generate; nothing below it knows decoding.
+    for module in ("losses", "mask_token", "collator", "refusals", "fused_head", "sft_config"):
+        assert needs(module) & needs("modeling") <= {"masks", "mask_token"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_use_only_public_names(path: Path):
+    for module, names in imports_of(path):
+        if module.split(".")[0] == "mars_hf":
+            assert module == "mars_hf"
+            assert set(names) <= set(mars_hf.__all__)
+
+
+@pytest.mark.parametrize("name", mars_hf.__all__)
+def test_public_names_are_there(name: str):
+    assert getattr(mars_hf, name).__module__.startswith("mars_hf.")
+    assert name in dir(mars_hf)
+
+
+def test_unknown_names_are_not():
+    with pytest.raises(AttributeError, match="'mars_hf' has no attribute 'MarsTrainer'"):
+        _ = mars_hf.MarsTrainer
+
+
+def test_version_is_that_of_the_package():
+    assert f"version = {mars_hf.__version__}\n" in (ROOT / "setup.cfg").read_text()
+
+
+def test_generation_does_not_load_trl():
+    code = "import sys; from mars_hf import AutoMarsModelForCausalLM; sys.exit('trl' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: path.stem)
+def test_library_does_not_print(path: Path):
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)

@@ -1,0 +1,89 @@
+"""The mask token and its embedding row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import SMALL, make_tokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mars_hf.mask_token import add_mask_token, find_mask_token
+
+
+def make_llama(rows: int, tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": rows, "tie_word_embeddings": tied}))
+
+
+def rows_of(model) -> tuple[int, int]:
+    return model.get_input_embeddings().weight.shape[0], model.get_output_embeddings().weight.shape[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adds_a_token_and_rows_where_there_are_none(tokenizer, tied):
+    model = make_llama(len(tokenizer), tied)
+    old = model.get_input_embeddings().weight.detach().clone()
+    mask_token_id = add_mask_token(tokenizer, model)
+    assert mask_token_id == len(old) == tokenizer.mask_token_id
+    assert tokenizer("a<|mask|>")["input_ids"][1:] == [mask_token_id]
+    assert rows_of(model) == (320, 320)  # a multiple of 64
+    assert model.config.vocab_size == 320
+    assert torch.equal(model.get_input_embeddings().weight[: len(old)], old)
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+    assert model(torch.tensor([[mask_token_id]])).logits.shape[-1] == 320
+
+
+def test_spare_rows_are_used_and_kept(tokenizer):
+    model = make_llama(300)
+    weight = model.get_input_embeddings().weight
+    assert add_mask_token(tokenizer, model) == 261
+    assert rows_of(model) == (300, 300)
+    assert model.get_input_embeddings().weight is weight
+
+
+def test_twice_is_once(tokenizer):
+    model = make_llama(len(tokenizer))
+    first = add_mask_token(tokenizer, model)
+    size = len(tokenizer)
+    assert add_mask_token(tokenizer, model) == first
+    assert len(tokenizer) == size
+
+
+def test_which_token_is_taken(tokenizer):
+    model = make_llama(300)
+    tokenizer.add_tokens(["<|mask|>", "<|own|>", "<|given|>"])
+    assert find_mask_token(tokenizer) == ("<|mask|>", 261)
+    tokenizer.mask_token = "<|own|>"
+    assert find_mask_token(tokenizer) == ("<|own|>", 262)
+    assert find_mask_token(tokenizer, "<|given|>") == ("<|given|>", 263)
+    assert find_mask_token(tokenizer, "<|new|>") == ("<|new|>", 264)
+    assert tokenizer.mask_token == "<|own|>"
+    assert add_mask_token(tokenizer, model, "<|new|>") == 264
+    assert tokenizer.mask_token == "<|new|>"
+
+
+def test_is_saved_with_the_tokenizer(tokenizer, tmp_path):
+    mask_token_id = add_mask_token(tokenizer, make_llama(300))
+    tokenizer.save_pretrained(tmp_path)
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert (loaded.mask_token, loaded.mask_token_id) == ("<|mask|>", mask_token_id)
+    assert loaded.decode([mask_token_id, 71], skip_special_tokens=True) == "h"
+
+
+@pytest.mark.parametrize("role", ["eos_token", "bos_token", "pad_token", "unk_token"])
+def test_a_token_with_another_meaning_is_refused(role):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({role: "<|x|>"})
+    with pytest.raises(ValueError, match=rf"'<\|x\|>' is the tokenizer's `{role}`"):
+        add_mask_token(tokenizer, make_llama(300), "<|x|>")
+    assert tokenizer.mask_token is None
+
+
+def test_a_peft_model_cannot_grow(tokenizer):
+    model = get_peft_model(make_llama(len(tokenizer)), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="on the base model before you wrap it"):
+        add_mask_token(tokenizer, model)
+    assert tokenizer.mask_token is None
+    roomy = get_peft_model(make_llama(300), LoraConfig(target_modules=["q_proj"]))
+    assert add_mask_token(tokenizer, roomy) == 261

@@ -1,0 +1,123 @@
+"""The visibility rule in all its forms against loops over the rule of the paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import make_model
+
+from mars_hf.masks import (
+    CLEAN,
+    MASKED,
+    PADDING,
+    Layout,
+    attention_windows,
+    dense_mask,
+    flex_mask_mod,
+    mars_attention_mask,
+    masks_for_model,
+)
+
+
+def brute_force_mask(length: int, block_size: int) -> torch.Tensor:
+    """The three cases of the paper, one pair of tokens at a time: (2L, 2L), clean stream first."""
+    allowed = torch.zeros(2 * length, 2 * length, dtype=torch.bool)
+    for query in range(2 * length):
+        for key in range(2 * length):
+            i, j = query % length, key % length
+            query_masked, key_masked = query >= length, key >= length
+            if not query_masked and not key_masked:
+                allowed[query, key] = j <= i
+            elif query_masked and key_masked:
+                allowed[query, key] = i // block_size == j // block_size and j <= i
+            elif query_masked:
+                allowed[query, key] = j // block_size < i // block_size
+    return allowed
+
+
+def full_layout(length: int, block_size: int) -> Layout:
+    position = torch.arange(length).repeat(2)[None]
+    return Layout(torch.tensor([CLEAN, MASKED]).repeat_interleave(length)[None], position, position // block_size)
+
+
+def flex_mask(layout: Layout, window: int | None = None) -> torch.Tensor:
+    """Ask the flex predicate for every pair of tokens, with scalar indices as flex attention does."""
+    rows, length = layout.stream.shape
+    mask_mod = flex_mask_mod(layout, window)
+    allowed = torch.zeros(rows, length, length, dtype=torch.bool)
+    for row in range(rows):
+        for query in range(length):
+            for key in range(length):
+                allowed[row, query, key] = mask_mod(*map(torch.tensor, (row, 0, query, key)))
+    return allowed
+
+
+@pytest.mark.parametrize("block_size", range(1, 6))
+@pytest.mark.parametrize("length", range(1, 10))
+def test_every_form_equals_the_loops(length, block_size):
+    expected = brute_force_mask(length, block_size)
+    assert torch.equal(mars_attention_mask(length, block_size), expected)
+    assert torch.equal(dense_mask(full_layout(length, block_size))[0, 0], expected)
+    assert torch.equal(flex_mask(full_layout(length, block_size))[0], expected)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_window_and_padding_in_both_forms(window):
+    length, block_size = 7, 3
+    layout = full_layout(length, block_size)
+    padded = Layout(*(torch.nn.functional.pad(field, (0, 2)) for field in layout))
+    padded.stream[:, -2:] = PADDING
+    expected = torch.eye(2 * length + 2, dtype=torch.bool)
+    for query in range(2 * length):
+        for key in range(2 * length):
+            near = query % length - key % length < window
+            expected[query, key] = brute_force_mask(length, block_size)[query, key] and near
+    assert torch.equal(dense_mask(padded, window)[0, 0], expected)
+    assert torch.equal(flex_mask(padded, window)[0], expected)
+
+
+def test_flex_attention_takes_the_predicate():
+    from torch.nn.attention.flex_attention import create_mask
+
+    layout = full_layout(9, 4)
+    mask = create_mask(flex_mask_mod(layout), 1, 1, 18, 18, device="cpu")
+    assert torch.equal(mask, dense_mask(layout))
+
+
+@pytest.mark.parametrize("arguments", [(0, 4), (4, 0), (4.0, 2), (4, -1)])
+def test_sizes_must_be_positive_integers(arguments):
+    with pytest.raises(ValueError, match="must be a positive integer"):
+        mars_attention_mask(*arguments)
+
+
+def test_windows_of_models():
+    assert attention_windows(make_model("llama").config) == {"full_attention": None}
+    assert attention_windows(make_model("qwen2").config) == {"full_attention": None}
+    assert attention_windows(make_model("mistral").config) == {"sliding_attention": 6}
+    assert attention_windows(make_model("gemma3").config) == {"full_attention": None, "sliding_attention": 6}
+
+
+def test_mask_for_each_backend():
+    layout = full_layout(9, 4)
+
+    def make_mask(window):
+        return dense_mask(layout, window)
+
+    sdpa = masks_for_model(make_model("llama").config, torch.float32, make_mask)
+    assert sdpa.dtype == torch.bool
+    assert torch.equal(sdpa, dense_mask(layout))
+    eager = masks_for_model(make_model("llama", "eager").config, torch.bfloat16, make_mask)
+    assert eager.dtype == torch.bfloat16
+    assert torch.equal(eager == 0, sdpa)
+    assert (eager[~sdpa] == torch.finfo(torch.bfloat16).min).all()
+    mixed = masks_for_model(make_model("gemma3").config, torch.float32, make_mask)
+    assert torch.equal(mixed["full_attention"], dense_mask(layout))
+    assert torch.equal(mixed["sliding_attention"], dense_mask(layout, 6))
+    config = make_model().config
+    config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"`flash_attention_2` does not. Load the model with `attn_implementation="):
+        masks_for_model(config, torch.float32, make_mask)
+    config = make_model("qwen2").config
+    config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"has linear_attention layers"):
+        attention_windows(config)

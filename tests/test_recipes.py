@@ -1,0 +1,117 @@
+"""The recipes, run as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj")
+QUESTION = "Tom has 37 apples. Tom buys 25 more. How many apples does Tom have now?"
+
+
+def run(recipe: str, *args: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, RECIPES / recipe, *map(str, args)]
+    result = subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder that the quickstart writes, and what it prints."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    return folder, run("quickstart.py", "--fast", "--output_dir", folder).stdout
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    rows = [{"question": QUESTION, "answer": "37 + 25 = 62\n#### 62"}] * 4
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_quickstart(quickstart: tuple[Path, str]):
+    folder, output = quickstart
+    assert "gave the tokens of stock generate" in output
+    assert all(f"{threshold:.2f}" in output for threshold in (1.0, 0.95, 0.9, 0.8, 0.7))
+    assert (folder / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
+    assert GenerationConfig.from_pretrained(folder).mars_block_size == 4
+
+
+def test_generate_streams_one_prompt(quickstart: tuple[Path, str]):
+    result = run("generate.py", quickstart[0], QUESTION, "--max_new_tokens", "8")
+    assert "tokens per forward" in result.stderr
+    assert QUESTION not in result.stdout
+
+
+def test_generate_answers_several_prompts(quickstart: tuple[Path, str]):
+    result = run("generate.py", quickstart[0], "--max_new_tokens", "4", stdin=f"{QUESTION}\n\nHi.\n")
+    assert f"> {QUESTION}" in result.stdout
+    assert "> Hi." in result.stdout
+
+
+def test_evaluate_gsm8k(quickstart: tuple[Path, str], problems: Path, tmp_path: Path):
+    folder, _ = quickstart
+    args = ("--limit", "2", "--batch_size", "1", "2", "--mars_threshold", "1.0", "0.9", "--max_new_tokens", "4")
+    result = run("evaluate_gsm8k.py", folder, "--data", problems, *args, "--output_dir", tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [(row["batch_size"], row["threshold"]) for row in rows] == [
+        (size, threshold) for size in (1, 2) for threshold in (None, 1.0, 0.9)
+    ]
+    assert rows[1]["same_as_stock"] == 1.0
+    assert "| 2 | 0.9 |" in result.stdout
+
+
+def test_plot_training(quickstart: tuple[Path, str], tmp_path: Path):
+    picture = tmp_path / "training.png"
+    run("plot_training.py", quickstart[0], "--output", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sft_help():
+    output = run("sft.py", "--help").stdout
+    for flag in ("--model_name_or_path", "--dataset_name", "--use_peft", "--mars_block_size", "--prompt_column"):
+        assert flag in output
+
+
+@pytest.mark.parametrize(
+    "lora", [(), ("--use_peft", "--lora_target_modules", "q_proj", "v_proj")], ids=["full", "lora"]
+)
+def test_sft_takes_two_steps(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Path,
+    tmp_path: Path,
+    lora: tuple[str, ...],
+):
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    run(
+        "sft.py",
+        *("--model_name_or_path", tmp_path / "model", "--dataset_name", problems),
+        *("--prompt_column", "question", "--completion_column", "answer", "--max_steps", "2"),
+        *(
+            "--per_device_train_batch_size",
+            "2",
+            "--bf16",
+            "False",
+            "--report_to",
+            "none",
+            "--output_dir",
+            tmp_path / "out",
+        ),
+        *lora,
+    )
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "<|mask|>"
+    log = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert log[-1]["step"] == 2
+    result = run("generate.py", tmp_path / "out", QUESTION, "--max_new_tokens", "4")
+    assert "tokens per forward" in result.stderr

@@ -1,0 +1,633 @@
+"""`MarsSFTTrainer` against `SFTTrainer`, and against the definition of MARS."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+
+import pytest
+import torch
+from conftest import MODELS, SMALL, make_model, make_tokenizer
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from test_losses import assert_same_gradients, gradients, oracle_loss
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+from mars_hf.collator import DataCollatorForMars
+from mars_hf.sft_config import MarsSFTConfig, as_mars_config
+from mars_hf.sft_trainer import MarsSFTTrainer
+
+
+QUIET = {
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+}
+# One step of plain SGD moves the weights by the gradient itself.
+ONE_STEP = {
+    "max_steps": 1,
+    "optim": "sgd",
+    "learning_rate": 1.0,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+}
+
+TEXT = [{"text": text} for text in ("one and one is two", "hi", "a much longer text than the others", "two", "abcdef")]
+PROMPT = [{"prompt": item["text"], "completion": f" -> {item['text'][::-1]}"} for item in TEXT]
+CHAT = [
+    {
+        "messages": [
+            {"role": "user", "content": item["prompt"]},
+            {"role": "assistant", "content": item["completion"]},
+            {"role": "user", "content": "more"},
+            {"role": "assistant", "content": item["prompt"]},
+        ]
+    }
+    for item in PROMPT
+]
+CHAT_PROMPT = [
+    {
+        "prompt": [{"role": "user", "content": item["prompt"]}],
+        "completion": [{"role": "assistant", "content": item["completion"]}],
+    }
+    for item in PROMPT
+]
+KINDS = {
+    "text": (TEXT, {}),
+    "prompt": (PROMPT, {}),
+    "prompt, all tokens": (PROMPT, {"completion_only_loss": False}),
+    "chat": (CHAT, {}),
+    "chat, assistant only": (CHAT, {"assistant_only_loss": True}),
+    "chat prompt": (CHAT_PROMPT, {}),
+    "cut": (PROMPT, {"max_length": 17}),
+    "dft": (PROMPT, {"loss_type": "dft"}),
+}
+
+
+def config(tmp_path, **options):
+    mars = any(name.startswith("mars_") for name in options)
+    return (MarsSFTConfig if mars else SFTConfig)(output_dir=str(tmp_path), **{**QUIET, **options})
+
+
+def make_trainer(tmp_path, model=None, data=PROMPT, trainer_class=MarsSFTTrainer, args=None, **options):
+    """A trainer on copies, so that several can start from the same; keywords are fields of the config."""
+    arguments = {name: options.pop(name) for name in ARGUMENTS if name in options}
+    model = make_model() if model is None else model
+    return trainer_class(
+        model=model if isinstance(model, str) else copy.deepcopy(model),
+        args=config(tmp_path, **options) if args is None else args,
+        train_dataset=Dataset.from_list(data),
+        processing_class=arguments.pop("processing_class", None) or make_tokenizer(),
+        **arguments,
+    )
+
+
+ARGUMENTS = set(inspect.signature(SFTTrainer.__init__).parameters) - {"self", "model", "args", "train_dataset"}
+
+
+def train(trainer) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """The weights after training, and the logs."""
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}, logs
+
+
+def assert_same_weights(actual, expected, tolerance):
+    for name, weight in expected.items():
+        assert (actual[name] - weight).abs().max() <= tolerance, name
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_equal_the_definition(tmp_path, kind):
+    data, options = KINDS[kind]
+    trainer = make_trainer(tmp_path, data=data, mars_block_size=3, mars_mask_weight=0.6, **options)
+    examples = list(trainer.train_dataset)
+    model = trainer.model.train()
+    batch = trainer.data_collator(examples)
+    loss = trainer.compute_loss(model, batch)
+    actual = gradients(model, loss)
+    mask_id, loss_type = trainer.processing_class.mask_token_id, trainer.args.loss_type
+    expected = oracle_loss(model, examples, 3, mask_id=mask_id, mask_weight=0.6, loss_type=loss_type)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(actual, gradients(model, expected))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_and_backend_gives_one_loss(tmp_path, name, attention):
+    trainer = make_trainer(tmp_path, make_model(name, attention), mars_block_size=3)
+    examples = list(trainer.train_dataset)
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, trainer.data_collator(examples))
+        expected = oracle_loss(trainer.model, examples, 3, mask_id=trainer.processing_class.mask_token_id)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat, assistant only"])
+def test_without_masked_stream_it_is_sft(tmp_path, kind, loss_type):
+    data, options = KINDS[kind]
+    options = {
+        **options,
+        **ONE_STEP,
+        "loss_type": loss_type,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+    }
+    expected_weights, expected_logs = train(make_trainer(tmp_path, data=data, trainer_class=SFTTrainer, **options))
+    trainer = make_trainer(tmp_path, data=data, mars_mask_weight=0, **options)
+    weights, logs = train(trainer)
+    assert_same_weights(weights, expected_weights, 1e-6)
+    assert {name: logs[0][name] for name in expected_logs[0]} == pytest.approx(expected_logs[0], rel=1e-6)
+    if loss_type == "nll":
+        assert logs[0]["ar_loss"] > 0
+    assert trainer.processing_class.mask_token is None
+    assert not hasattr(trainer.model.generation_config, "mars_block_size")
+
+
+def test_clean_weight_scales_sft(tmp_path):
+    options = {"mars_mask_weight": 0, "data": TEXT}
+    trainer = make_trainer(tmp_path, mars_ar_weight=0.25, **options)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+    other = make_trainer(tmp_path, **options)
+    assert loss.item() == pytest.approx(0.25 * other.compute_loss(other.model, dict(batch)).item())
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat, assistant only"])
+def test_accumulation_equals_one_batch(tmp_path, kind):
+    data, options = KINDS[kind]
+    data = data[:4]
+    results = [
+        train(
+            make_trainer(
+                tmp_path,
+                data=data,
+                mars_block_size=3,
+                per_device_train_batch_size=4 // steps,
+                gradient_accumulation_steps=steps,
+                **options,
+                **ONE_STEP,
+            )
+        )
+        for steps in (1, 2, 4)
+    ]
+    start = dict(make_model().named_parameters())
+    weights, logs = results[0]
+    assert all((weights[name] - start[name]).abs().max() > 1e-4 for name in start)
+    for other_weights, other_logs in results[1:]:
+        assert_same_weights(other_weights, weights, 2e-6)
+        assert other_logs[0]["loss"] == pytest.approx(logs[0]["loss"], rel=1e-5)
+        assert other_logs[0]["num_tokens"] == logs[0]["num_tokens"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_of_the_clean_stream_are_those_of_sft(tmp_path, kind):
+    data, options = KINDS[kind]
+    # A zero learning rate: the two losses would lead to different second steps.
+    options = {**options, "max_steps": 3, "learning_rate": 0.0, "per_device_train_batch_size": 2}
+    _, expected = train(make_trainer(tmp_path, data=data, trainer_class=SFTTrainer, **options))
+    _, logs = train(make_trainer(tmp_path, data=data, mars_block_size=3, **options))
+    for log, sft in zip(logs, expected, strict=True):
+        for name in ("entropy", "mean_token_accuracy", "num_tokens"):
+            assert log[name] == pytest.approx(sft[name], rel=1e-5), name
+        if kind != "dft":
+            assert log["ar_loss"] == pytest.approx(sft["loss"], rel=1e-5)
+            assert log["loss"] == pytest.approx(log["ar_loss"] + log["mask_loss"], rel=1e-5)
+        assert 1 <= log["tokens_per_forward@0.95"] <= 3
+
+
+def test_weights_of_the_streams(tmp_path):
+    options = {"data": TEXT, "learning_rate": 0.0, "max_steps": 1}
+    _, (both,) = train(make_trainer(tmp_path, mars_ar_weight=0.5, mars_mask_weight=2.0, **options))
+    assert both["loss"] == pytest.approx(0.5 * both["ar_loss"] + 2 * both["mask_loss"], rel=1e-5)
+    _, (masked,) = train(make_trainer(tmp_path, mars_ar_weight=0, **options))
+    assert masked["loss"] == pytest.approx(masked["mask_loss"], rel=1e-5)
+
+
+def test_pad_may_be_the_end_token(tmp_path):
+    losses = []
+    for pad_token in ("<|pad|>", "<|end|>", None):
+        tokenizer = make_tokenizer(pad_token)
+        # The default for the missing one is the end token; the mask token's id does not depend on it.
+        trainer = make_trainer(tmp_path, data=TEXT, processing_class=tokenizer, mars_mask_token="<|user|>")
+        embedding = trainer.model.get_input_embeddings().weight.data
+        embedding[tokenizer.mask_token_id] = 0.1
+        embedding[tokenizer.convert_tokens_to_ids("<|user|>")] = 0.1
+        batch = trainer.data_collator(list(trainer.train_dataset))
+        losses.append(trainer.compute_loss(trainer.model, batch).item())
+    assert losses == pytest.approx(losses[:1] * 3)
+
+
+def test_it_learns_to_fill_blocks(tmp_path):
+    options = {"learning_rate": 5e-3, "lr_scheduler_type": "constant", "max_steps": 60, "weight_decay": 0.0}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "initializer_range": 0.1}))
+    _, logs = train(make_trainer(tmp_path, model, PROMPT[:2], mars_block_size=4, **options))
+    assert logs[-1]["tokens_per_forward@0.95"] > 2.5
+    assert logs[-1]["mask_accuracy/depth_4"] > 0.9
+    assert logs[0]["tokens_per_forward@0.95"] < 1.2
+
+
+# Ways to train
+
+
+def test_bfloat16_is_near_float32(tmp_path):
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for attention in ("sdpa", "eager"):
+            model = make_model("llama", attention).to(dtype)
+            trainer = make_trainer(tmp_path, model, data=TEXT, mars_block_size=3)
+            losses.append(
+                trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset))).item()
+            )
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2:] == pytest.approx(losses[:1] * 2, rel=0.03)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_bfloat16_autocast(tmp_path, attention):
+    options = {"data": TEXT, "mars_block_size": 3, "max_steps": 1, "learning_rate": 0.0}
+    _, (log,) = train(make_trainer(tmp_path, make_model("llama", attention), **options, bf16=True))
+    _, (expected,) = train(make_trainer(tmp_path, make_model("llama", attention), **options))
+    assert log["loss"] != expected["loss"]
+    assert log["loss"] == pytest.approx(expected["loss"], rel=0.03)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(tmp_path, use_reentrant):
+    options = {"mars_block_size": 3, **ONE_STEP}
+    weights, (log,) = train(make_trainer(tmp_path, **options))
+    other_weights, (other_log,) = train(
+        make_trainer(
+            tmp_path,
+            **options,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": use_reentrant},
+        )
+    )
+    assert other_log["loss"] == pytest.approx(log["loss"], rel=1e-6)
+    assert_same_weights(other_weights, weights, 1e-6)
+
+
+def test_evaluation(tmp_path):
+    seen = []
+
+    def compute_metrics(prediction):
+        seen.append(prediction)
+        return {"seen": len(prediction.label_ids)}
+
+    results = []
+    for trainer_class, mars in ((SFTTrainer, {}), (MarsSFTTrainer, {"mars_block_size": 3})):
+        trainer = make_trainer(
+            tmp_path,
+            trainer_class=trainer_class,
+            eval_dataset=Dataset.from_list(PROMPT),
+            compute_metrics=compute_metrics,
+            per_device_eval_batch_size=2,
+            **mars,
+        )
+        results.append(trainer.evaluate())
+    sft, mars = results
+    for name in ("eval_entropy", "eval_mean_token_accuracy", "eval_seen"):
+        assert mars[name] == pytest.approx(sft[name], rel=1e-5)
+    assert mars["eval_ar_loss"] == pytest.approx(sft["eval_loss"], rel=0.2)  # means of batches, of rows
+    assert mars["eval_mask_loss"] > 0
+    assert "eval_mask_accuracy/depth_3" in mars
+    assert "eval_tokens_per_forward@0.95" in mars
+    torch.testing.assert_close(torch.tensor(seen[1].label_ids), torch.tensor(seen[0].label_ids))
+    torch.testing.assert_close(torch.tensor(seen[1].predictions), torch.tensor(seen[0].predictions))
+
+
+def test_evaluation_of_the_loss_only(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset={"a": Dataset.from_list(PROMPT[:2])}, mars_block_size=3)
+    metrics = trainer.evaluate()
+    batch = trainer.data_collator(list(trainer.eval_dataset["a"]))
+    with torch.no_grad():
+        assert metrics["eval_a_loss"] == pytest.approx(trainer.compute_loss(trainer.model, batch).item(), rel=1e-5)
+
+
+def test_streaming_equals_the_dataset_in_memory(tmp_path):
+    options = {"mars_block_size": 3, "max_steps": 2, "learning_rate": 0.0, "per_device_train_batch_size": 2}
+    trainer = make_trainer(tmp_path, **options)
+    trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()  # in order, as the one below
+    _, expected = train(trainer)
+    args = config(tmp_path, **options)
+    stream = Dataset.from_list(PROMPT).to_iterable_dataset()
+    _, logs = train(MarsSFTTrainer(make_model(), args, train_dataset=stream, processing_class=make_tokenizer()))
+    for log, other in zip(logs, expected, strict=True):
+        assert log["loss"] == pytest.approx(other["loss"], rel=1e-6)
+
+
+def test_random_offset_is_seeded_and_changes(tmp_path):
+    options = {"mars_block_size": 4, "mars_block_offset": "random", "num_train_epochs": 2, "learning_rate": 0.0}
+    first, second = (train(make_trainer(tmp_path, **options, per_device_train_batch_size=5))[1] for _ in range(2))
+    assert [log["loss"] for log in first] == [log["loss"] for log in second]
+    assert first[0]["ar_loss"] == pytest.approx(first[1]["ar_loss"], rel=1e-6)
+    assert abs(first[0]["mask_loss"] - first[1]["mask_loss"]) > 1e-3
+
+
+def test_pads_to_a_multiple(tmp_path):
+    trainer = make_trainer(tmp_path, mars_block_size=3, pad_to_multiple_of=32)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    assert batch["input_ids"].shape[1] % 32 == batch["labels"].shape[1] % 32 == 0
+    other = make_trainer(tmp_path, mars_block_size=3)
+    expected = other.compute_loss(other.model, other.data_collator(list(other.train_dataset)))
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+# Arguments
+
+
+def test_takes_what_sft_trainer_takes():
+    ours, theirs = (inspect.signature(trainer.__init__).parameters for trainer in (MarsSFTTrainer, SFTTrainer))
+    assert list(ours) == list(theirs)
+    assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
+
+
+def test_takes_plain_arguments(tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), **QUIET, learning_rate=0.125, assistant_only_loss=False, max_length=77)
+    args.extra = "kept"
+    trainer = make_trainer(tmp_path, args=args)
+    assert isinstance(trainer.args, MarsSFTConfig)
+    assert (trainer.args.mars_block_size, trainer.args.mars_mask_weight) == (4, 1.0)
+    assert (trainer.args.learning_rate, trainer.args.max_length, trainer.args.extra) == (0.125, 77, "kept")
+    assert type(args) is SFTConfig
+    assert not hasattr(args, "mars_block_size")
+
+    class OwnConfig(SFTConfig):
+        pass
+
+    own = as_mars_config(OwnConfig(output_dir=str(tmp_path), **QUIET), "model")
+    assert isinstance(own, OwnConfig)
+    assert own.mars_block_offset == "fixed"
+    plain = as_mars_config(TrainingArguments(output_dir=str(tmp_path), **QUIET, seed=7, hub_token="secret"), "model")
+    assert isinstance(plain, MarsSFTConfig)
+    assert (plain.seed, plain.hub_token, plain.learning_rate) == (7, "secret", 5e-5)
+    ours = MarsSFTConfig(output_dir=str(tmp_path), **QUIET)
+    assert as_mars_config(ours, "model") is ours
+
+
+def test_default_arguments(monkeypatch):
+    # TRL's default is bfloat16, which needs a GPU or `use_cpu`.
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    assert as_mars_config(None, "hub/model").output_dir == "model-MARS"
+
+
+@pytest.fixture(params=[False])
+def saved(tmp_path, request):
+    """A model folder as people have them, without mask token and without a spare row; tied where asked for."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    sizes = {**SMALL, "vocab_size": len(tokenizer), "tie_word_embeddings": request.param}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_loads_a_path_and_saves_what_decoding_needs(tmp_path, saved, caplog):
+    kwargs = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    args = config(tmp_path, mars_block_size=3, max_steps=1, model_init_kwargs=kwargs)
+    trainer = MarsSFTTrainer(saved, args, train_dataset=Dataset.from_list(PROMPT))
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.model.config._attn_implementation == "eager"
+    assert trainer.args.model_init_kwargs == kwargs
+    assert "model_init_kwargs" not in caplog.text
+    trainer.train()
+    trainer.save_model(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (model.generation_config.mars_block_size, model.generation_config.mars_mask_token_id) == (3, 261)
+    assert tokenizer.mask_token_id == 261
+    assert model.config.vocab_size == 320
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight)
+    # A second training goes on with the same mask token.
+    again = make_trainer(tmp_path, str(tmp_path / "out"), processing_class=tokenizer, mars_block_size=5)
+    assert again.model.generation_config.mars_mask_token_id == 261
+    assert again.model.generation_config.mars_block_size == 5
+
+
+def test_the_new_row_is_seeded(tmp_path, saved):
+    rows = []
+    for model in (saved, saved, LlamaForCausalLM.from_pretrained(saved), LlamaForCausalLM.from_pretrained(saved)):
+        torch.manual_seed(len(rows))
+        trainer = make_trainer(tmp_path, model, mars_block_size=3, seed=5)
+        rows.append(trainer.model.get_input_embeddings().weight[261].detach())
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[2], rows[3])
+
+
+def test_records_on_a_model_made_from_a_config(tmp_path):
+    trainer = make_trainer(tmp_path, mars_block_size=7)
+    trainer.save_model(tmp_path / "out")
+    loaded = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (loaded.mars_block_size, loaded.mars_mask_token_id) == (7, trainer.processing_class.mask_token_id)
+
+
+@pytest.mark.parametrize("saved", [False, True], indirect=True, ids=["untied", "tied"])
+def test_lora_trains_the_mask_row_and_survives(tmp_path, saved):
+    peft_config = LoraConfig(target_modules=["q_proj", "v_proj"], trainable_token_indices={"embed_tokens": [261]})
+    args = config(tmp_path, mars_block_size=3, max_steps=3, learning_rate=0.05, gradient_checkpointing=True)
+    trainer = MarsSFTTrainer(saved, args, train_dataset=Dataset.from_list(PROMPT), peft_config=peft_config)
+    before = trainer.model.get_base_model().get_input_embeddings().weight.detach().clone()
+    trainer.train()
+    merged = copy.deepcopy(trainer.model).merge_and_unload()
+    changed = (merged.get_input_embeddings().weight != before).any(1).nonzero().flatten()
+    assert changed.tolist() == [261]
+    assert merged.generation_config.mars_mask_token_id == 261
+    trainer.save_model(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    # An adapter needs the grown base model, so the base is saved as well.
+    base = LlamaForCausalLM.from_pretrained(saved)
+    base.resize_token_embeddings(320)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    assert torch.allclose(loaded.get_input_embeddings().weight[261], merged.get_input_embeddings().weight[261])
+
+
+def test_peft_that_trains_the_row_is_taken(tmp_path):
+    for options in (
+        {"trainable_token_indices": [261]},
+        {"trainable_token_indices": {"model.embed_tokens": [3, 261]}},
+        {"modules_to_save": ["embed_tokens"]},
+    ):
+        peft_config = LoraConfig(target_modules=["q_proj"], **options)
+        assert make_trainer(tmp_path, peft_config=peft_config, mars_block_size=3)
+        assert make_trainer(tmp_path, get_peft_model(make_model(), peft_config), mars_block_size=3)
+    trained_before = make_model()
+    trained_before.generation_config.mars_mask_token_id = 261
+    assert make_trainer(tmp_path, trained_before, peft_config=LoraConfig(target_modules=["q_proj"]))
+
+
+# Refusals
+
+UNTRAINED = r"mask token '<\|mask\|>' \(id 261\) untrained.*`trainable_token_indices=\{'embed_tokens': \[261\]\}`"
+REFUSED_OPTIONS = {
+    "packing": ({"packing": True}, "Set `packing=False`"),
+    "eval packing": ({"eval_packing": True}, "leave `eval_packing` unset"),
+    "padding free": ({"padding_free": True}, "Set `padding_free=False`"),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, r"Set `label_smoothing_factor=0\.0`"),
+    "mask is end": ({"mars_mask_token": "<|end|>"}, r"'<\|end\|>' is the tokenizer's `eos_token`"),
+    "mask becomes end": ({"mars_mask_token": "<|user|>", "eos_token": "<|user|>"}, r"'<\|user\|>' is the tokenizer's"),
+    "collator": (
+        {"data_collator": DataCollatorForMars(0, mask_token_id=1, block_size=2)},
+        "Leave `data_collator` unset",
+    ),
+    "loss function": ({"compute_loss_func": lambda *_: None}, "`compute_loss_func` needs the logits"),
+    "processor": ({"processing_class": object()}, "`processing_class` is a `object`. Pass a tokenizer"),
+    "lora": ({"peft_config": LoraConfig(target_modules=["q_proj"])}, UNTRAINED),
+    "lora, other row": (
+        {"peft_config": LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3]})},
+        UNTRAINED,
+    ),
+    "lora, other layer": (
+        {"peft_config": LoraConfig(target_modules=["q_proj"], trainable_token_indices={"lm_head": [261]})},
+        UNTRAINED,
+    ),
+    "prompt tuning": (
+        {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
+        "Use LoRA instead",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_OPTIONS)
+def test_refused_options(tmp_path, case, monkeypatch):
+    options, message = REFUSED_OPTIONS[case]
+    if case != "mask becomes end":
+
+        def prepare(*_):
+            raise AssertionError("refused only after work on the data")
+
+        monkeypatch.setattr(SFTTrainer, "_prepare_dataset", prepare)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, **{"mars_block_size": 2, **options})
+
+
+def test_masks_without_labels_are_refused_as_in_sft(tmp_path):
+    rows = [{"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 1, 1]}]
+    skip = {"dataset_kwargs": {"skip_prepare_dataset": True}, "mars_block_size": 2}
+    with pytest.raises(ValueError, match="has mask columns but no 'labels'"):
+        make_trainer(tmp_path, data=rows, **skip)
+    trainer = make_trainer(tmp_path, data=[{"input_ids": [1, 2, 3, 4]}], **skip)
+    with pytest.raises(ValueError, match="has mask columns but no 'labels'"):
+        trainer.evaluate(Dataset.from_list(rows))
+
+
+def test_parallel_sequences_are_refused(tmp_path):
+    from accelerate import ParallelismConfig
+
+    args = config(tmp_path, mars_block_size=2)
+    args.parallelism_config = ParallelismConfig(cp_size=2)
+    with pytest.raises(ValueError, match=r"context or sequence parallelism.*Set `cp_size=1` and `sp_size=1`"):
+        make_trainer(tmp_path, args=args)
+
+
+def small_mixtral():
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1))
+
+
+def with_attention(implementation):
+    model = make_model()
+    model.config._attn_implementation_internal = implementation
+    return model
+
+
+REFUSED_MODELS = {
+    "encoder-decoder": (
+        lambda: T5ForConditionalGeneration(T5Config(vocab_size=272, d_model=16, d_kv=4, d_ff=16, num_layers=1)),
+        "`t5` is an encoder-decoder",
+    ),
+    "positions": (
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=272, hidden_size=16, n_layer=1, n_head=2)),
+        "needs a model that reads `position_ids`, and `BloomForCausalLM` does not",
+    ),
+    "alibi": (
+        lambda: FalconForCausalLM(
+            FalconConfig(vocab_size=272, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True)
+        ),
+        "needs a model that reads `position_ids`, and `FalconForCausalLM` does not",
+    ),
+    "router": (small_mixtral, r"Set `router_aux_loss_coef=0\.0` \(it is 0\.001\)"),
+    "flash": (lambda: with_attention("flash_attention_2"), "`flash_attention_2` does not"),
+    "flex": (lambda: with_attention("flex_attention"), "`flex_attention` does not"),
+    "peft": (lambda: get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"])), UNTRAINED),
+    "peft cannot grow": (
+        lambda: get_peft_model(
+            LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 261})),
+            LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
+        ),
+        "on the base model before you wrap it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MODELS)
+def test_refused_models(tmp_path, case):
+    make, message = REFUSED_MODELS[case]
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, make(), mars_block_size=2)
+
+
+def test_mixtral_trains_without_router_loss(tmp_path):
+    trainer = make_trainer(tmp_path, small_mixtral(), router_aux_loss_coef=0.0, mars_block_size=2, max_steps=1)
+    _, (log,) = train(trainer)
+    assert math.isfinite(log["mask_loss"])
+
+
+def test_weights_are_not_loaded_for_a_refusal(tmp_path, saved):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    args = config(tmp_path, mars_block_size=2, model_init_kwargs={"attn_implementation": "flash_attention_2"})
+    with pytest.raises(ValueError, match="`flash_attention_2` does not"):
+        MarsSFTTrainer(saved, args, train_dataset=Dataset.from_list(PROMPT))
+
+
+def test_without_masked_stream_nothing_is_refused(tmp_path):
+    options = {"mars_mask_weight": 0, "peft_config": LoraConfig(target_modules=["q_proj"]), "data": TEXT}
+    assert make_trainer(tmp_path, **options, data_collator=None, eval_packing=False)
+    with pytest.warns(FutureWarning, match="label_smoothing"):
+        assert make_trainer(tmp_path, **options, label_smoothing_factor=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mars_block_size": 1}, "`mars_block_size` must be an integer of at least 2, got 1"),
+        ({"mars_block_size": 4.0}, "got 4.0"),
+        ({"mars_block_size": True}, "got True"),
+        ({"mars_mask_weight": -1.0}, "`mars_mask_weight` must be a finite number"),
+        ({"mars_ar_weight": float("nan")}, "`mars_ar_weight` must be a finite number"),
+        ({"mars_ar_weight": float("inf")}, "got inf"),
+        ({"mars_ar_weight": 0, "mars_mask_weight": 0}, "nothing would be trained"),
+        ({"mars_block_offset": "half"}, "must be one of fixed, random, got 'half'"),
+    ],
+)
+def test_config_values(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **options)

@@ -6,7 +6,6 @@ The names below are imported when they are first used, so that whoever only gene
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-
 if TYPE_CHECKING:
     from mars_hf.cache import MarsCache
     from mars_hf.collator import DataCollatorForMars

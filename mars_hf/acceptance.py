@@ -10,7 +10,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-
 Confidence = Literal["probability", "margin", "entropy"]
 CONFIDENCES: tuple[str, ...] = get_args(Confidence)
 

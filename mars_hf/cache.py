@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-
 # The buffer grows by this many slots, or by an eighth of itself where that is more: a reply of unknown length pays for
 # few copies, and never for twice its memory.
 GROWTH = 64

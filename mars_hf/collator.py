@@ -16,7 +16,6 @@ from trl.trainer.utils import pad
 
 from .masks import CLEAN, MASKED, PADDING, Layout, dense_mask
 
-
 BLOCK_OFFSETS = ("fixed", "random")
 
 

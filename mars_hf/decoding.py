@@ -18,7 +18,6 @@ from .options import MarsOptions, MarsStep, check_threshold
 from .proposing import CursorProposer, RecomputeProposer
 from .state import DecodingState
 
-
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer

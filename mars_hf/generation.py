@@ -21,7 +21,6 @@ from .decoding import MarsDecoder, MarsGenerateOutput
 from .masks import attention_windows, masks_for_model
 from .options import DEFAULTS, MarsOptions, Threshold, expand_threshold, resolve_options
 
-
 # What a MARS step knows how to feed; any other model input would be lost after the first step.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
 
@@ -238,8 +237,8 @@ def refuse_inputs(
     """Refuse what would give wrong text, before the first forward pass."""
     if unknown := sorted(k for k, v in model_kwargs.items() if v is not None and k not in KNOWN_INPUTS):
         raise ValueError(
-            f"MARS decoding does not know how to continue the model inputs {', '.join(unknown)}. Leave them out, or set "
-            "`mars_threshold=1.0`."
+            f"MARS decoding does not know how to continue the model inputs {', '.join(unknown)}. Leave them out, or "
+            "set `mars_threshold=1.0`."
         )
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .masks import CLEAN, MASKED, Layout
 
-
 # The confidence at which training estimates what decoding will give.
 RUN_THRESHOLD = 0.95
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 DEFAULT_MASK_TOKEN = "<|mask|>"
 
 

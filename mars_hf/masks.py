@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-
 PADDING, CLEAN, MASKED = -1, 0, 1
 
 # A model takes one mask for all its layers, or one per kind of layer where full and sliding attention alternate.

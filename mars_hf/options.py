@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .acceptance import CONFIDENCES
 
-
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 

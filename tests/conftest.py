@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
@@ -22,7 +21,6 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"

@@ -8,7 +8,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mars_hf import get_mars_model
 
-
 VOCAB, MASK, EOS, PAD = 61, 60, 2, 0
 SHAPE = {
     # With a tied head, a random model's likeliest token behind a [MASK] is [MASK].

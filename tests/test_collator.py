@@ -12,7 +12,6 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from mars_hf.collator import DataCollatorForMars, batch_layout, predicts_own_block
 from mars_hf.masks import CLEAN, MASKED, PADDING, dense_mask
 
-
 PAD, MASK = 0, 99
 
 

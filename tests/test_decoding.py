@@ -15,7 +15,6 @@ from transformers import (
 
 from mars_hf import MarsGenerateOutput
 
-
 MAX_NEW = 20
 # Thresholds at which the tiny random models accept all, some and almost none of their candidates.
 TAUS = (1e-9, 0.1, 0.3, 0.9)

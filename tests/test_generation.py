@@ -23,7 +23,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from mars_hf import AutoMarsModelForCausalLM, MarsGenerationMixin, get_mars_model
 
-
 REFUSALS = {
     "threshold above one": ({"mars_threshold": 1.5}, r"`mars_threshold` must be in \(0, 1\]"),
     "threshold zero": ({"mars_threshold": 0.0}, r"`mars_threshold` must be in \(0, 1\]"),

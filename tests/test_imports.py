@@ -12,7 +12,6 @@ import pytest
 
 import mars_hf
 
-
 ROOT = Path(__file__).parents[1]
 LIBRARY = sorted((ROOT / "mars_hf").glob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -28,13 +27,13 @@ TABLE = {
     "refusals": {"masks", "mask_token"},
     "fused_head": set(),
     "sft_config": {"collator"},
-    "sft_trainer": {"masks", "losses", "mask_token", "collator", "refusals", "fused_head", "sft_config", "modeling"},
     "options": {"acceptance"},
     "state": set(),
     "proposing": {"masks", "cache", "state"},
     "decoding": {"acceptance", "options", "state", "proposing"},
     "generation": {"masks", "cache", "options", "decoding"},
     "modeling": {"generation"},
+    "sft_trainer": {"masks", "losses", "mask_token", "collator", "refusals", "fused_head", "sft_config", "modeling"},
 }
 
 

@@ -13,7 +13,6 @@ from mars_hf.collator import DataCollatorForMars, batch_layout, predicts_own_blo
 from mars_hf.losses import TokenScores, count_within_block, mars_loss, stream_metrics, stream_sums
 from mars_hf.masks import CLEAN, MASKED, PADDING, Layout, dense_mask, mars_attention_mask, masks_for_model
 
-
 PAD, MASK = 0, 99
 
 

@@ -34,7 +34,6 @@ from mars_hf.collator import DataCollatorForMars
 from mars_hf.sft_config import MarsSFTConfig, as_mars_config
 from mars_hf.sft_trainer import MarsSFTTrainer
 
-
 QUIET = {
     "report_to": "none",
     "use_cpu": True,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import copy
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = get_logger(__name__)
 
 DEFAULT_MASK_TOKEN = "<|mask|>"
 
@@ -37,7 +43,12 @@ def find_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None =
     return MaskToken(text, tokenizer.get_vocab().get(text, len(tokenizer)))
 
 
-def add_mask_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, mask_token: str | None = None) -> int:
+def add_mask_token(
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    mask_token: str | None = None,
+    pad_to_multiple_of: int | None = 64,
+) -> int:
     """Find or make the mask token and its embedding row.
 
     The tokenizer's `mask_token` is set, so it is saved with the tokenizer. The embedding grows only if the id has no
@@ -47,6 +58,7 @@ def add_mask_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, m
         tokenizer: is given the token if it lacks it.
         model: is given a row if it lacks it, in the input embedding and in the head, tied or not.
         mask_token: the token to use. None takes the tokenizer's own mask token, or `<|mask|>` if it has none.
+        pad_to_multiple_of: if the embedding grows, it grows to a multiple of it, which matrix units like.
 
     Returns:
         The id of the mask token.
@@ -65,5 +77,84 @@ def add_mask_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, m
     tokenizer.add_special_tokens({"mask_token": token.text})
     mask_token_id = tokenizer.mask_token_id
     if mask_token_id >= num_rows:
-        model.resize_token_embeddings(mask_token_id + 1, pad_to_multiple_of=64)
+        model.resize_token_embeddings(mask_token_id + 1, pad_to_multiple_of=pad_to_multiple_of)
     return mask_token_id
+
+
+def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskToken) -> Any:
+    """Have PEFT train the embedding of the mask token, which adapters on other layers leave as it is.
+
+    A model whose generation config records this mask token has been trained with it before, and may keep it.
+
+    Args:
+        model: the model, wrapped by PEFT or not.
+        peft_config: the configuration it will be wrapped with, or None.
+        mask_token: the mask token, whose id need not have a row yet.
+
+    Returns:
+        `peft_config`, or where that would leave the row untrained, a copy that trains it.
+
+    Raises:
+        ValueError: if the row cannot be added, because the model is wrapped already or the adapter trains no rows.
+    """
+    is_wrapped = is_peft_model(model)
+    base_model = model.get_base_model() if is_wrapped else model
+    configs = [model.peft_config[name] for name in model.active_adapters] if is_wrapped else [peft_config]
+    if configs == [None] or getattr(base_model.generation_config, "mars_mask_token_id", None) == mask_token.id:
+        return peft_config
+    embedding = base_model.get_input_embeddings()
+    path = next(name for name, module in base_model.named_modules() if module is embedding)
+    name = path.rsplit(".", 1)[-1]
+    if any(_trains_row(config, path, mask_token.id) for config in configs):
+        return peft_config
+    untrained = (
+        f"The PEFT configuration would leave the mask token {mask_token.text!r} (id {mask_token.id}) untrained, and "
+        "the model could not tell a [MASK] from noise."
+    )
+    if not all(hasattr(config, "trainable_token_indices") for config in configs):
+        kinds = ", ".join(sorted({type(config).__name__ for config in configs}))
+        raise ValueError(
+            f"{untrained} `{kinds}` cannot train single rows of the embedding. Use `LoraConfig`, or `modules_to_save="
+            f"[{name!r}]` where the configuration has it."
+        )
+    if is_wrapped:
+        raise ValueError(
+            f"{untrained} The model is wrapped already. Wrap it with `trainable_token_indices="
+            f"{{{name!r}: [{mask_token.id}]}}`, or pass the base model and `peft_config` to the trainer."
+        )
+    logger.warning(
+        f"The mask token {mask_token.text!r} is new to the model, so its embedding is trained besides the adapter: "
+        f"`trainable_token_indices={{{name!r}: [{mask_token.id}]}}` is added to the PEFT configuration."
+    )
+    return _with_trained_row(peft_config, path, name, mask_token.id)
+
+
+def _with_trained_row(peft_config: Any, embedding: str, name: str, row: int) -> Any:
+    """A copy of a PEFT configuration that also trains a row of the embedding with this module path and name."""
+    peft_config = copy.deepcopy(peft_config)
+    indices = peft_config.trainable_token_indices or {}
+    if not isinstance(indices, dict):
+        indices = {name: indices}  # what a list means to PEFT
+    key = next((key for key in indices if _is_named([key], embedding)), name)
+    peft_config.trainable_token_indices = {**indices, key: [*indices.get(key, ()), row]}
+    return peft_config
+
+
+def _is_named(names: str | Iterable[str] | None, module: str) -> bool:
+    """Whether PEFT takes these names, or this pattern, for the module at this path."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names or ())
+
+
+def _trains_row(peft_config: Any, embedding: str, row: int) -> bool:
+    """Whether a PEFT configuration trains one row of the embedding at this module path."""
+    if _is_named(getattr(peft_config, "modules_to_save", None), embedding):
+        return True
+    if _is_named(getattr(peft_config, "target_modules", None), embedding):
+        # `TrainableTokensConfig` trains these rows only; every other adapter reaches all of them.
+        return row in getattr(peft_config, "token_indices", [row])
+    indices = getattr(peft_config, "trainable_token_indices", None) or {}
+    if not isinstance(indices, dict):
+        return row in indices
+    return any(_is_named([name], embedding) and row in rows for name, rows in indices.items())

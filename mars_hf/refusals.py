@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from .mask_token import MaskToken
 from .masks import masks_for_model
 
 
@@ -115,53 +112,3 @@ def refuse_model(model: PreTrainedModel, router_aux_loss_coef: float | None) -> 
                 "MARS does not train with the auxiliary loss of a Mixture-of-Experts router: it reads the attention "
                 f"mask as one of padding. Set `router_aux_loss_coef=0.0` (it is {router_aux_loss_coef})."
             )
-
-
-def refuse_untrained_mask(model: PreTrainedModel, peft_config: Any, mask_token: MaskToken) -> None:
-    """Refuse PEFT that would leave the embedding of the mask token as it is.
-
-    A model whose generation config records this mask token has been trained with it before, and may keep it.
-
-    Args:
-        model: the model, wrapped by PEFT or not.
-        peft_config: the configuration it will be wrapped with, or None.
-        mask_token: the mask token, whose id need not have a row yet.
-
-    Raises:
-        ValueError: if no adapter trains the row, saying what to set.
-    """
-    is_wrapped = is_peft_model(model)
-    base_model = model.get_base_model() if is_wrapped else model
-    configs = [model.peft_config[name] for name in model.active_adapters] if is_wrapped else [peft_config]
-    if configs == [None] or getattr(base_model.generation_config, "mars_mask_token_id", None) == mask_token.id:
-        return
-    embedding = base_model.get_input_embeddings()
-    path = next(name for name, module in base_model.named_modules() if module is embedding)
-    if any(_trains_row(config, path, mask_token.id) for config in configs):
-        return
-    name = path.rsplit(".", 1)[-1]
-    # Adapters on prompts have no way to train an embedding row at all.
-    other = " Use LoRA instead." if any(config.is_prompt_learning for config in configs) else ""
-    raise ValueError(
-        f"The PEFT configuration would leave the mask token {mask_token.text!r} (id {mask_token.id}) untrained, and "
-        f"the model could not tell a [MASK] from noise. Set `trainable_token_indices={{{name!r}: [{mask_token.id}]}}` "
-        f"in it, or add {name!r} to its `modules_to_save`.{other}"
-    )
-
-
-def _trains_row(peft_config: Any, embedding: str, row: int) -> bool:
-    """Whether a PEFT configuration trains one row of the embedding at this module path."""
-
-    def is_named(names: str | Iterable[str] | None) -> bool:
-        if isinstance(names, str):
-            return re.fullmatch(names, embedding) is not None
-        return any(embedding == name or embedding.endswith(f".{name}") for name in names or ())
-
-    if is_named(getattr(peft_config, "modules_to_save", None)) or is_named(
-        getattr(peft_config, "target_modules", None)
-    ):
-        return True
-    indices = getattr(peft_config, "trainable_token_indices", None) or {}
-    if not isinstance(indices, dict):
-        return row in indices
-    return any(is_named([name]) and row in rows for name, rows in indices.items())

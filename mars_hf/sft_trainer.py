@@ -27,7 +27,7 @@ from trl.trainer.utils import FusedCausalLMOutput, create_model_from_path, get_c
 from .collator import DataCollatorForMars, batch_layout, predicts_own_block
 from .fused_head import make_head_readable, score_targets
 from .losses import TokenScores, mars_loss, stream_metrics, stream_sums
-from .mask_token import add_mask_token, find_mask_token
+from .mask_token import add_mask_token, find_mask_token, train_mask_row
 from .masks import CLEAN, AttentionMask, Layout, dense_mask, masks_for_model
 from .modeling import get_mars_model
 from .refusals import (
@@ -36,7 +36,6 @@ from .refusals import (
     refuse_model,
     refuse_parallelism,
     refuse_processor,
-    refuse_untrained_mask,
 )
 from .sft_config import MarsSFTConfig, as_mars_config
 
@@ -99,7 +98,7 @@ class MarsSFTTrainer(SFTTrainer):
                 model = _load_model(model, args, quantization_config)
                 # Used up: `SFTTrainer` would warn that a loaded model ignores them.
                 quantization_config, args.model_init_kwargs = None, None
-            processing_class = self._prepare_mask_token(
+            processing_class, peft_config = self._prepare_mask_token(
                 model, args, processing_class, peft_config, (model_init_kwargs or {}).get("revision")
             )
         try:
@@ -134,8 +133,12 @@ class MarsSFTTrainer(SFTTrainer):
         processing_class: Any,
         peft_config: Any,
         revision: str | None,
-    ) -> PreTrainedTokenizerBase:
-        """Refuse what the model rules out, then give it and its tokenizer the mask token; returns the tokenizer."""
+    ) -> tuple[PreTrainedTokenizerBase, Any]:
+        """Refuse what the model rules out, then give it and its tokenizer the mask token.
+
+        Returns:
+            The tokenizer, and the PEFT configuration, which trains the mask token's embedding.
+        """
         refuse_model(_base_model(model), args.router_aux_loss_coef)
         if processing_class is None:
             processing_class = AutoProcessor.from_pretrained(
@@ -143,9 +146,11 @@ class MarsSFTTrainer(SFTTrainer):
             )
             refuse_processor(processing_class)
         mask_token = find_mask_token(processing_class, args.mars_mask_token)
-        refuse_untrained_mask(model, peft_config, mask_token)
-        self._mask_token_id = add_mask_token(processing_class, model, mask_token.text)
-        return processing_class
+        peft_config = train_mask_row(model, peft_config, mask_token)
+        # An adapter is loaded on the base model, which PEFT grows to just the tokenizer's length.
+        pad_to_multiple_of = 64 if peft_config is None else None
+        self._mask_token_id = add_mask_token(processing_class, model, mask_token.text, pad_to_multiple_of)
+        return processing_class, peft_config
 
     def _finish_mars(self) -> None:
         """Swap the collator for the two-stream one, and record in the model what decoding must know."""
@@ -167,6 +172,12 @@ class MarsSFTTrainer(SFTTrainer):
         generation_config._from_model_config = False
         # So that `trainer.model.generate(mars_threshold=...)` works as soon as training is done.
         get_mars_model(self.model)
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        # An adapter is saved without the generation config, where decoding finds the block size and the mask token.
+        if self._has_masked_stream and is_peft_model(self.model):
+            _base_model(self.model).generation_config.save_pretrained(output_dir or self.args.output_dir)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self._has_masked_stream:

@@ -10,7 +10,15 @@ import pytest
 import torch
 from conftest import MODELS, SMALL, make_model, make_tokenizer
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    IA3Config,
+    LoraConfig,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
 from test_losses import assert_same_gradients, gradients, oracle_loss
 from transformers import (
     AutoModelForCausalLM,
@@ -450,27 +458,60 @@ def test_records_on_a_model_made_from_a_config(tmp_path):
     assert (loaded.mars_block_size, loaded.mars_mask_token_id) == (7, trainer.processing_class.mask_token_id)
 
 
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("saved", [False, True], indirect=True, ids=["untied", "tied"])
-def test_lora_trains_the_mask_row_and_survives(tmp_path, saved):
-    peft_config = LoraConfig(target_modules=["q_proj", "v_proj"], trainable_token_indices={"embed_tokens": [261]})
+def test_peft_trains_the_mask_row_and_survives(tmp_path, saved, use_dora, caplog):
+    peft_config = LoraConfig(target_modules=["q_proj", "v_proj"], use_dora=use_dora)
     args = config(tmp_path, mars_block_size=3, max_steps=3, learning_rate=0.05, gradient_checkpointing=True)
     trainer = MarsSFTTrainer(saved, args, train_dataset=Dataset.from_list(PROMPT), peft_config=peft_config)
+    assert "`trainable_token_indices={'embed_tokens': [261]}` is added" in caplog.text
+    assert peft_config.trainable_token_indices is None
     before = trainer.model.get_base_model().get_input_embeddings().weight.detach().clone()
     trainer.train()
+    trainer.model.eval()
+    ids = torch.tensor([[70, 71, 261, 261, 72]])
+    expected = trainer.model(ids).logits
     merged = copy.deepcopy(trainer.model).merge_and_unload()
     changed = (merged.get_input_embeddings().weight != before).any(1).nonzero().flatten()
     assert changed.tolist() == [261]
-    assert merged.generation_config.mars_mask_token_id == 261
+    merged.save_pretrained(tmp_path / "merged")
     trainer.save_model(tmp_path / "adapter")
-    assert (tmp_path / "adapter" / "adapter_config.json").exists()
-    # An adapter needs the grown base model, so the base is saved as well.
-    base = LlamaForCausalLM.from_pretrained(saved)
-    base.resize_token_embeddings(320)
-    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
-    assert torch.allclose(loaded.get_input_embeddings().weight[261], merged.get_input_embeddings().weight[261])
+    for path in ("merged", "adapter"):
+        assert GenerationConfig.from_pretrained(tmp_path / path).mars_mask_token_id == 261
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    ordinary = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    for other in (merged, loaded, ordinary, loaded.merge_and_unload()):
+        torch.testing.assert_close(other(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    assert type(loaded.merge_and_unload()) is LlamaForCausalLM
 
 
-def test_peft_that_trains_the_row_is_taken(tmp_path):
+def test_adapter_on_a_quantized_style_model(tmp_path):
+    model = prepare_model_for_kbit_training(make_model(), use_gradient_checkpointing=False)
+    trainer = make_trainer(tmp_path, model, peft_config=LoraConfig(target_modules="all-linear"), mars_block_size=3)
+    _, (log, *_) = train(trainer)
+    trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    assert any("trainable_tokens_delta" in name for name in trained)
+    assert math.isfinite(log["loss"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {"embed_tokens": [261]}),
+        ([3, 4], {"embed_tokens": [3, 4, 261]}),
+        ({"embed_tokens": [3]}, {"embed_tokens": [3, 261]}),
+        ({"model.embed_tokens": [3]}, {"model.embed_tokens": [3, 261]}),
+        ({"lm_head": [3]}, {"lm_head": [3], "embed_tokens": [261]}),
+    ],
+)
+def test_mask_row_joins_the_rows_that_are_trained(tmp_path, given, expected):
+    peft_config = LoraConfig(target_modules=["q_proj"], trainable_token_indices=copy.deepcopy(given))
+    trainer = make_trainer(tmp_path, peft_config=peft_config, mars_block_size=3)
+    assert trainer.model.peft_config["default"].trainable_token_indices == expected
+    assert peft_config.trainable_token_indices == given
+
+
+def test_peft_that_trains_the_row_is_taken(tmp_path, caplog):
     for options in (
         {"trainable_token_indices": [261]},
         {"trainable_token_indices": {"model.embed_tokens": [3, 261]}},
@@ -479,14 +520,19 @@ def test_peft_that_trains_the_row_is_taken(tmp_path):
         peft_config = LoraConfig(target_modules=["q_proj"], **options)
         assert make_trainer(tmp_path, peft_config=peft_config, mars_block_size=3)
         assert make_trainer(tmp_path, get_peft_model(make_model(), peft_config), mars_block_size=3)
+    rows = TrainableTokensConfig(token_indices=[3, 261], target_modules=["embed_tokens"])
+    assert make_trainer(tmp_path, peft_config=rows, mars_block_size=3)
     trained_before = make_model()
     trained_before.generation_config.mars_mask_token_id = 261
-    assert make_trainer(tmp_path, trained_before, peft_config=LoraConfig(target_modules=["q_proj"]))
+    trainer = make_trainer(tmp_path, trained_before, peft_config=LoraConfig(target_modules=["q_proj"]))
+    assert trainer.model.peft_config["default"].trainable_token_indices is None
+    assert "is added" not in caplog.text
 
 
 # Refusals
 
-UNTRAINED = r"mask token '<\|mask\|>' \(id 261\) untrained.*`trainable_token_indices=\{'embed_tokens': \[261\]\}`"
+UNTRAINED = r"mask token '<\|mask\|>' \(id 261\) untrained.*"
+WRAPPED = UNTRAINED + r"wrapped already.*`trainable_token_indices=\{'embed_tokens': \[261\]\}`"
 REFUSED_OPTIONS = {
     "packing": ({"packing": True}, "Set `packing=False`"),
     "eval packing": ({"eval_packing": True}, "leave `eval_packing` unset"),
@@ -500,18 +546,17 @@ REFUSED_OPTIONS = {
     ),
     "loss function": ({"compute_loss_func": lambda *_: None}, "`compute_loss_func` needs the logits"),
     "processor": ({"processing_class": object()}, "`processing_class` is a `object`. Pass a tokenizer"),
-    "lora": ({"peft_config": LoraConfig(target_modules=["q_proj"])}, UNTRAINED),
-    "lora, other row": (
-        {"peft_config": LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3]})},
-        UNTRAINED,
+    "ia3": (
+        {"peft_config": IA3Config(target_modules=["q_proj"], feedforward_modules=[])},
+        UNTRAINED + r"`IA3Config` cannot .* `modules_to_save=\['embed_tokens'\]`",
     ),
-    "lora, other layer": (
-        {"peft_config": LoraConfig(target_modules=["q_proj"], trainable_token_indices={"lm_head": [261]})},
-        UNTRAINED,
+    "other rows": (
+        {"peft_config": TrainableTokensConfig(token_indices=[3], target_modules=["embed_tokens"])},
+        UNTRAINED + "`TrainableTokensConfig` cannot",
     ),
     "prompt tuning": (
         {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
-        "Use LoRA instead",
+        UNTRAINED + "`PromptTuningConfig` cannot train single rows of the embedding. Use `LoraConfig`",
     ),
 }
 
@@ -576,7 +621,7 @@ REFUSED_MODELS = {
     "router": (small_mixtral, r"Set `router_aux_loss_coef=0\.0` \(it is 0\.001\)"),
     "flash": (lambda: with_attention("flash_attention_2"), "`flash_attention_2` does not"),
     "flex": (lambda: with_attention("flex_attention"), "`flex_attention` does not"),
-    "peft": (lambda: get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"])), UNTRAINED),
+    "peft": (lambda: get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"])), WRAPPED),
     "peft cannot grow": (
         lambda: get_peft_model(
             LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 261})),

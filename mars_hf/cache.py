@@ -1,6 +1,7 @@
 """The KV cache of MARS decoding: one pre-allocated buffer in which every row has its own cursor.
 
-Shapes: N rows, H key-value heads, W tokens of a forward, S slots of the buffer, D head size.
+Shapes: R rows of the batch, N of them still decoding, H key-value heads, W tokens of a forward, S slots of the buffer,
+D head size.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ class WritePlan:
         slots: (N, W) slot of every token of the forward.
         first: the first slot, where every row writes to the same W consecutive slots; else None.
         visible: number of slots that the forward reads.
-        needed: number of slots that the buffer must have.
+        rows: N, the rows that the forward is for: the first N of the buffer.
     """
 
     def __init__(self) -> None:
         self.slots = torch.empty(0, 0, dtype=torch.long)
         self.first: int | None = None
         self.visible = 0
-        self.needed = 0
+        self.rows = 0
 
 
 class MarsCacheLayer(CacheLayerMixin):
-    """Keys and values of one layer, buffers of (N, H, S, D) that `update` writes in place as the plan says."""
+    """Keys and values of one layer, buffers of (R, H, S, D) that `update` writes in place as the plan says."""
 
     is_sliding = False
 
@@ -44,45 +45,45 @@ class MarsCacheLayer(CacheLayerMixin):
         self.plan = plan
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self._empty_like(key_states)
-        self.values = self._empty_like(value_states)
         self.device = key_states.device
+        self.keys, self.values = (
+            # Zeros, not garbage: a slot that is never written is masked, but 0 x NaN would still be NaN.
+            states.new_zeros((*states.shape[:2], self.plan.visible + 1, states.shape[3]))
+            for states in (key_states, value_states)
+        )
         self.is_initialized = True
-
-    def _empty_like(self, states: Tensor) -> Tensor:
-        batch, heads, _, head_dim = states.shape
-        # Zeros, not garbage: a slot that is never written is masked, but 0 x NaN would still be NaN.
-        return states.new_zeros((batch, heads, self.plan.needed, head_dim))
-
-    def _grow(self) -> None:
-        held = self.keys.shape[2]
-        extra = max(self.plan.needed - held, GROWTH, held // 8)
-        self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, extra))
-        self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write (N, H, W, D) keys and values at the planned slots; return views of all slots that are visible."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < self.plan.needed:
-            self._grow()
-        self._write(self.keys, key_states)
-        self._write(self.values, value_states)
-        return self.keys[:, :, : self.plan.visible], self.values[:, :, : self.plan.visible]
+        # One slot more than the forward reads takes what nobody may read.
+        missing = self.plan.visible + 1 - self.keys.shape[2]
+        if missing > 0:
+            extra = max(missing, GROWTH, self.keys.shape[2] // 8)
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, extra))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
 
-    def _write(self, buffer: Tensor, states: Tensor) -> None:
+    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        active = buffer[: self.plan.rows]
         if self.plan.first is not None:
-            buffer[:, :, self.plan.first : self.plan.first + states.shape[2]] = states
+            active[:, :, self.plan.first : self.plan.first + states.shape[2]] = states
         else:
-            buffer.scatter_(2, self.plan.slots[:, None, :, None].expand_as(states), states)
+            slots = self.plan.slots.to(buffer.device)
+            active.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+        return active[:, :, : self.plan.visible]
 
-    def keep_rows(self, moves: list[tuple[int, int]], rows: int) -> None:
-        if not self.is_initialized:
-            return
-        for buffer in (self.keys, self.values):
-            for source, target in moves:
-                buffer[target] = buffer[source]
-        self.keys, self.values = self.keys[:rows], self.values[:rows]
+    def exchange_rows(self, left: Tensor, right: Tensor) -> None:
+        """Exchange rows pairwise."""
+        if self.is_initialized:
+            for buffer in (self.keys, self.values):
+                a, b = left.to(buffer.device), right.to(buffer.device)
+                buffer[a], buffer[b] = buffer[b], buffer[a]
+
+    def reset(self) -> None:
+        super().reset()
+        self.plan.visible = 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.plan.visible, 0
@@ -95,39 +96,53 @@ class MarsCacheLayer(CacheLayerMixin):
 
 
 class MarsCache(Cache):
-    """A cache whose rows advance independently ("cursor" cache).
+    """A cache whose rows advance independently.
 
     A forward writes its tokens at the slots of `plan_write`. What is not committed stays in the buffer until it is
     overwritten: rolling back is doing nothing. No row waits for another and no copy of the cache is taken.
 
+    Rows that end go to the back of the buffer, behind the rows that are still decoding.
+
     Attributes:
-        cursor: (N,) int64, the number of slots of each row that hold committed tokens; set by the first write.
+        order: which row of the batch stands where in the buffer.
+        cursor: (R,) int64, how many slots of each buffer row hold committed tokens.
+        host_cursor: the same on the host.
     """
 
     def __init__(self) -> None:
         self.plan = WritePlan()
+        self.order: list[int] = []
+        self.host_cursor: list[int] = []
         self.cursor = torch.empty(0, dtype=torch.long)
         super().__init__(layer_class_to_replicate=partial(MarsCacheLayer, self.plan))
+
+    def start(self, batch: int, device: torch.device) -> None:
+        """Begin, or go on, with all `batch` rows in their order."""
+        if not self.order:
+            self.order, self.host_cursor = list(range(batch)), [0] * batch
+            self.cursor = torch.zeros(batch, dtype=torch.long, device=device)
+        while (places := [place for place, row in enumerate(self.order) if place != row]) != []:
+            self._exchange([(places[0], self.order[places[0]])])
+        self.plan.rows = batch
 
     def plan_write(self, slots: Tensor, visible: int, first: int | None = None) -> None:
         """Tell the layers where the next forward writes.
 
         Args:
-            slots: (N, W) int64; slot `visible` itself takes what nobody must read.
+            slots: (N, W) int64; slot `visible` itself takes what nobody may read.
             visible: how many slots the forward reads.
             first: the first slot, when all rows write to the same consecutive ones.
         """
         self.plan.slots, self.plan.first, self.plan.visible = slots, first, visible
-        self.plan.needed = visible + 1
-        if not self.cursor.numel():
-            self.cursor = torch.zeros(slots.shape[0], dtype=torch.long, device=slots.device)
 
-    def commit(self, count: Tensor) -> None:
-        """Keep the first `count` (N,) tokens of each row's last write; the next one overwrites the rest."""
-        self.cursor = self.cursor + count
+    def commit(self, cursor: Tensor, host_cursor: list[int]) -> None:
+        """Set the cursors of the N rows: what stands before them stays, what stands behind is overwritten."""
+        count = self.plan.rows
+        self.cursor = torch.cat([cursor, self.cursor[count:]])
+        self.host_cursor[:count] = host_cursor
 
     def keep_rows(self, rows: list[int]) -> list[int]:
-        """Drop all rows but these, in place: kept rows move into the places of dropped ones.
+        """Let all rows but these of the first N stand back, in place.
 
         Returns:
             The kept rows in their new order.
@@ -135,11 +150,20 @@ class MarsCache(Cache):
         count = len(rows)
         free = sorted(set(range(count)) - set(rows))
         late = [row for row in rows if row >= count]
-        moves = list(zip(late, free, strict=True))
-        for layer in self.layers:
-            layer.keep_rows(moves, count)
         order = list(range(count))
-        for source, target in moves:
-            order[target] = source
-        self.cursor = self.cursor[torch.tensor(order, dtype=torch.long, device=self.cursor.device)]
+        for place, row in zip(free, late, strict=True):
+            order[place] = row
+        self._exchange(list(zip(free, late, strict=True)))
+        self.plan.rows = count
         return order
+
+    def _exchange(self, pairs: list[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        left, right = torch.tensor(pairs, device=self.cursor.device).unbind(-1)
+        for layer in self.layers:
+            layer.exchange_rows(left, right)
+        self.cursor[left], self.cursor[right] = self.cursor[right], self.cursor[left]
+        for a, b in pairs:
+            self.order[a], self.order[b] = self.order[b], self.order[a]
+            self.host_cursor[a], self.host_cursor[b] = self.host_cursor[b], self.host_cursor[a]

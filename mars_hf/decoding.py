@@ -11,11 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.generation import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerateDecoderOnlyOutput,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from .acceptance import accepted_length, confidence_of, cut_after_first, is_confident
 from .options import MarsOptions, MarsStep, check_threshold
-from .proposing import CursorProposer, RecomputeProposer
+from .proposing import BlockProposer, CursorProposer, Proposer
+from .records import TokenRecord
 from .state import DecodingState
 
 if TYPE_CHECKING:
@@ -38,6 +52,20 @@ class MarsGenerateOutput(GenerateDecoderOnlyOutput):
     tokens_per_forward: Tensor | None = None
 
 
+# Processors that look at one distribution alone may judge all candidates of a step at once.
+PREFIX_FREE = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
 class MarsDecoder:
     """One `generate` call with MARS on: the loop of propose, accept, commit."""
 
@@ -54,26 +82,26 @@ class MarsDecoder:
     ) -> None:
         self.options, self.config, self.processors, self.streamer = options, generation_config, processors, streamer
         self.device = input_ids.device
-        self.max_length = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
         stops = [c.eos_token_id.to(self.device) for c in criteria if isinstance(c, EosTokenCriteria)]
         self.stop_tokens = torch.cat(stops) if stops else None
         self.other_criteria = type(criteria)(
             c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)
         )
+        embeds = model_kwargs.get("inputs_embeds")
         self.state = DecodingState(
             input_ids,
-            self.max_length,
+            min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)),
             options.block_size,
             options.mask_token_id,
             model_kwargs.get("attention_mask"),
             model_kwargs.get("position_ids"),
+            hidden=0 if embeds is None else embeds.shape[1] - input_ids.shape[1],
         )
-        cache = model_kwargs.get("cache")
-        self.proposer = (
-            RecomputeProposer(model, options.block_size)
-            if cache is None
-            else CursorProposer(model, options.block_size, cache, model_kwargs)
-        )
+        self.proposer = make_proposer(model, options, model_kwargs)
+        wants = generation_config.return_dict_in_generate
+        self.scores = TokenRecord(self.state) if wants and generation_config.output_scores else None
+        self.logits = TokenRecord(self.state) if wants and generation_config.output_logits else None
+        self.cache = model_kwargs.get("cache")
         self.started = time.perf_counter()
 
     def run(self) -> Tensor | MarsGenerateOutput:
@@ -99,22 +127,41 @@ class MarsDecoder:
 
     def _accept(self, logits: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose the candidates and cut them: tokens (N, B), accepted (N,) and ended (N,)."""
-        if self.processors or self.other_criteria:
+        if self.other_criteria or not all(type(processor) in PREFIX_FREE for processor in self.processors):
             return self._accept_one_by_one(logits, threshold)
-        tokens = self._choose(logits)
+        scores = self._ban_mask(logits)
+        if self.processors:
+            no_prefix = torch.empty(logits[..., 0].numel(), 0, dtype=torch.long, device=self.device)
+            scores = self.processors(no_prefix, scores.flatten(0, 1)).view_as(logits)
+        self._record(self.state.length, logits, scores)
+        tokens = self._choose(scores)
         confidence = confidence_of(logits, tokens, self.options.confidence)
         accepted = accepted_length(is_confident(confidence, threshold, self.options.confidence))
-        accepted = accepted.minimum(self.max_length - self.state.length)
+        accepted = accepted.minimum(self.state.max_length - self.state.length)
         accepted, ended = cut_after_first(tokens, accepted, self.stop_tokens)
-        return tokens, accepted, ended | (self.state.length + accepted >= self.max_length)
+        waiting = self.proposer.waiting(self.state)
+        if any(waiting):
+            going = ~torch.tensor(waiting, device=self.device)
+            accepted, ended = accepted * going, ended & going
+        return tokens, accepted, ended | (self.state.length + accepted >= self.state.max_length)
+
+    def _ban_mask(self, scores: Tensor) -> Tensor:
+        """A [MASK] is never a token of the text."""
+        mask_token = torch.tensor(self.options.mask_token_id, device=self.device)
+        return scores.index_fill(-1, mask_token, float("-inf"))
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Tokens (...) from scores (..., V). A [MASK] is never a token of the text."""
-        mask_token = torch.tensor(self.options.mask_token_id, device=self.device)
-        scores = scores.index_fill(-1, mask_token, float("-inf"))
+        """Tokens (...) from scores (..., V)."""
         if not self.config.do_sample:
             return scores.argmax(-1)
         return torch.multinomial(scores.softmax(-1).flatten(0, -2), 1).view(scores.shape[:-1])
+
+    def _record(self, columns: Tensor, logits: Tensor, scores: Tensor, rows: Tensor | None = None) -> None:
+        """Note logits and scores (N, B, V) of the columns from `columns` (N,) on, over those rejected before."""
+        rows = self.state.rows if rows is None else rows
+        for record, values in ((self.logits, logits), (self.scores, scores)):
+            if record is not None:
+                record.write(rows, columns - self.state.prompt, values)
 
     def _accept_one_by_one(self, logits: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `_accept`, showing every processor and every stopping criterion the true prefix of every token.
@@ -126,7 +173,7 @@ class MarsDecoder:
         tokens = torch.full((count, window), self.options.mask_token_id, device=self.device)
         accepted = torch.zeros(count, dtype=torch.long)
         ended = torch.zeros(count, dtype=torch.bool)
-        alive = list(range(count))
+        alive = [row for row, waits in enumerate(self.proposer.waiting(self.state)) if not waits]
         for k in range(window):
             for column in sorted({lengths[row] + k for row in alive}):
                 members = [row for row in alive if lengths[row] + k == column]
@@ -144,12 +191,13 @@ class MarsDecoder:
         Processors get the whole batch in its order, since some know their rows by number. Rows that are not asked
         about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read.
         """
-        state = self.state
+        state, own = self.state, logits[members]
         scores = logits.new_zeros(state.batch, logits.shape[-1])
-        scores[state.rows] = logits
-        scores = self.processors(state.tokens[:, :column], scores)[state.rows[members]]
-        own = logits[members]
-        chosen = self._choose(scores)
+        scores[state.rows] = self._ban_mask(logits)
+        scores = self.processors(state.tokens[:, state.hidden : column], scores)[state.rows[members]]
+        columns = torch.full((len(members),), column, device=self.device)
+        self._record(columns, own[:, None], scores[:, None], state.rows[members])
+        chosen = self._choose(self._ban_mask(scores))
         confidence = confidence_of(own[:, None], chosen[:, None], self.options.confidence)
         return chosen, is_confident(confidence, threshold[members], self.options.confidence)[:, 0].tolist()
 
@@ -159,11 +207,13 @@ class MarsDecoder:
             return torch.zeros(0, dtype=torch.bool)
         rows = self.state.rows[keep]
         self.state.tokens[rows, column] = chosen[keep]
-        ended = torch.full((len(keep),), column + 1 >= self.max_length, device=self.device)
+        ended = torch.full((len(keep),), column + 1 >= self.state.max_length, device=self.device)
         if self.stop_tokens is not None:
             ended = ended | torch.isin(chosen[keep], self.stop_tokens)
         if self.other_criteria:
-            ended = ended | self.other_criteria(self.state.tokens[:, : column + 1], None)[rows]
+            scores = None if self.scores is None else self.scores.entries(column + 1 - self.state.prompt)
+            seen = self.state.tokens[:, self.state.hidden : column + 1]
+            ended = ended | self.other_criteria(seen, scores)[rows]
         return ended.cpu()
 
     def _commit(self, tokens: Tensor, accepted: Tensor, ended: Tensor) -> None:
@@ -183,9 +233,23 @@ class MarsDecoder:
         if not self.config.return_dict_in_generate:
             return sequences
         accepted = torch.stack(self.state.accepted_lengths, dim=-1)
+        new_tokens = accepted.sum(-1)
+        count = int(new_tokens.max())
         return MarsGenerateOutput(
             sequences=sequences,
+            scores=None if self.scores is None else self.scores.entries(count, new_tokens),
+            logits=None if self.logits is None else self.logits.entries(count, new_tokens),
+            cache=self.cache,
             num_forwards=self.proposer.num_forwards,
             accepted_lengths=accepted,
-            tokens_per_forward=accepted.sum(-1) / (accepted > 0).sum(-1),
+            tokens_per_forward=new_tokens / (accepted > 0).sum(-1),
         )
+
+
+def make_proposer(model: PreTrainedModel, options: MarsOptions, model_kwargs: dict[str, Any]) -> Proposer:
+    """The forward of a step, by the kind of cache."""
+    if options.cache == "none":
+        return Proposer(model, options.block_size)
+    if options.cache == "block":
+        return BlockProposer(model, options.block_size, model_kwargs["cache"], model_kwargs, options.cache_block_size)
+    return CursorProposer(model, options.block_size, model_kwargs["cache"], model_kwargs)

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMode, MaxLengthCriteria
 
 from .cache import MarsCache
 from .decoding import MarsDecoder, MarsGenerateOutput
@@ -22,7 +22,7 @@ from .masks import attention_windows, masks_for_model
 from .options import DEFAULTS, MarsOptions, Threshold, expand_threshold, resolve_options
 
 # What a MARS step knows how to feed; any other model input would be lost after the first step.
-KNOWN_INPUTS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
+KNOWN_INPUTS = {"attention_mask", "position_ids", "inputs_embeds", "cache", "use_cache", "logits_to_keep"}
 
 
 class MarsGenerationMixin(GenerationMixin):
@@ -51,9 +51,10 @@ class MarsGenerationMixin(GenerationMixin):
                 float, one per prompt, or a callable that gets a `MarsStep` before each step and returns either. 1.0
                 takes the stock decoding path. Higher is closer to the autoregressive text, lower is faster.
             mars_block_size: B, candidates per forward pass; by default the block size of training, else 4.
-            mars_cache: "cursor", every row advances on its own in one pre-allocated KV buffer; "none", the whole
-                sequence is recomputed each step (slow; the baseline of the paper).
-            mars_cache_block_size: block size of the paper's block-level cache.
+            mars_cache: "cursor", every row advances on its own in one pre-allocated KV buffer; "block", the paper's
+                cache, which is written in blocks when all rows have filled theirs; "none", the whole sequence is
+                recomputed each step. All three give the same tokens.
+            mars_cache_block_size: tokens of a block of the block cache, 16 or 32 in the paper.
             mars_confidence: "probability" of the candidate, "margin" over the runner-up, or "entropy" in nats, which
                 must not exceed the threshold.
             mars_lossless: let the model confirm its own candidates.
@@ -138,8 +139,6 @@ class MarsGenerationMixin(GenerationMixin):
                 "the processes would take different numbers of steps. Gather the weights, or set `mars_threshold=1.0`."
             )
         wanted = {
-            "output_scores": config.output_scores,
-            "output_logits": config.output_logits,
             "output_attentions": config.output_attentions,
             "output_hidden_states": config.output_hidden_states,
             "prefill_chunk_size": config.prefill_chunk_size,
@@ -163,7 +162,7 @@ class MarsGenerationMixin(GenerationMixin):
                 f"MARS needs a model whose forward takes `position_ids`, and `{type(self).__name__}` does not. Unset "
                 "`mars_threshold`."
             )
-        if options.cache == "cursor":
+        if options.cache != "none":
             attention_windows(self.config)
             masks_for_model(self.config, self.dtype, lambda window: torch.ones(1, 1, 1, 1, dtype=torch.bool))
 
@@ -176,23 +175,33 @@ class MarsGenerationMixin(GenerationMixin):
         max_cache_length: int,
     ) -> None:
         options: MarsOptions | None = generation_config._mars_options
-        if options is None or options.is_autoregressive:
+        cache = model_kwargs.get("cache")
+        if takes_stock_path(options, cache):
+            if isinstance(cache, MarsCache):
+                raise ValueError(
+                    "A `MarsCache` is continued by MARS decoding only. Set `mars_threshold` (1.0 for one token at a "
+                    "time), or pass the whole text without a `cache`."
+                )
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             return
-        if model_kwargs.get("cache") is not None:
+        assert options is not None
+        if options.cache == "none":
+            if cache is not None:
+                raise ValueError("`mars_cache='none'` uses no cache, and `cache` is one. Leave one of them out.")
+            return
+        if cache is not None and not isinstance(cache, MarsCache):
             raise ValueError(
-                f"`cache` ({type(model_kwargs['cache']).__name__}) cannot be continued by MARS, whose rows advance "
-                "independently. Pass the whole text as `input_ids` instead, or set `mars_threshold=1.0`."
+                f"MARS cannot continue a {type(cache).__name__}, whose rows all have one length. Pass the whole text "
+                "without `cache`, or the `cache` of an output of MARS."
             )
-        if options.cache == "cursor":
-            if not generation_config.use_cache:
-                raise ValueError(
-                    "`use_cache=False` contradicts `mars_cache='cursor'`. Set `mars_cache='none'` to recompute the "
-                    "sequence each step."
-                )
-            model_kwargs["cache"] = MarsCache()
+        if not generation_config.use_cache:
+            raise ValueError(
+                f"`use_cache=False` contradicts `mars_cache='{options.cache}'`. Set `mars_cache='none'` to recompute "
+                "the sequence each step."
+            )
+        model_kwargs["cache"] = MarsCache() if cache is None else cache
 
     def _sample(
         self,
@@ -215,7 +224,9 @@ class MarsGenerationMixin(GenerationMixin):
                 streamer,
                 **model_kwargs,
             )
-        if options.is_autoregressive:
+        # The stopping criteria have the tokenizer already; the model's forward does not want it.
+        model_kwargs.pop("tokenizer", None)
+        if takes_stock_path(options, model_kwargs.get("cache")):
             ends = EndRecorder(stopping_criteria)
             output = super()._sample(
                 input_ids, logits_processor, ends, generation_config, synced_gpus, streamer, **model_kwargs
@@ -223,12 +234,24 @@ class MarsGenerationMixin(GenerationMixin):
             return ends.as_mars_output(output) if generation_config.return_dict_in_generate else output
         if isinstance(options.threshold, Tensor):
             options.threshold = expand_threshold(options.threshold, input_ids.shape[0], generation_config)
+        if options.is_autoregressive:
+            options.block_size = 1
         refuse_inputs(self.config, input_ids, generation_config, streamer, model_kwargs)
+        may_stop_early = any(not isinstance(criterion, MaxLengthCriteria) for criterion in stopping_criteria)
+        if input_ids.shape[0] > 1 and may_stop_early and generation_config._pad_token_tensor is None:
+            raise ValueError(
+                "Rows that stop early are filled with a padding token, and none is known. Set `pad_token_id`."
+            )
         decoder = MarsDecoder(
             self, input_ids, options, generation_config, logits_processor, stopping_criteria, streamer, model_kwargs
         )
         with self._optimize_model_for_decode():
             return decoder.run()
+
+
+def takes_stock_path(options: MarsOptions | None, cache: Any) -> bool:
+    """Whether the stock loop decodes; plain autoregression that continues a `MarsCache` does not."""
+    return options is None or (options.is_autoregressive and not isinstance(cache, MarsCache))
 
 
 def refuse_inputs(
@@ -244,6 +267,7 @@ def refuse_inputs(
         raise ValueError(
             "A `streamer` takes one row: rows of a MARS batch accept different numbers of tokens. Generate one prompt."
         )
+    refuse_prompts(input_ids, model_kwargs)
     attention_mask = model_kwargs.get("attention_mask")
     if attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
         raise ValueError(
@@ -260,6 +284,27 @@ def refuse_inputs(
         raise ValueError(
             f"The prompt and its new tokens take {total} positions, and the model has {limit} "
             "(`max_position_embeddings`). Shorten the prompt or lower `max_new_tokens`."
+        )
+
+
+def refuse_prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Refuse prompts that do not fit together with embeddings or a cache of the turn before."""
+    embeds, cache = model_kwargs.get("inputs_embeds"), model_kwargs.get("cache")
+    if embeds is not None and cache is None:
+        raise ValueError("`inputs_embeds` need a cache: `mars_cache='none'` recomputes the prompt from its ids.")
+    if embeds is not None and input_ids.shape[1] not in (0, embeds.shape[1]):
+        raise ValueError(
+            f"`input_ids` ({input_ids.shape[1]} columns) and `inputs_embeds` ({embeds.shape[1]}) are not the same "
+            "prompt. Pass one of them."
+        )
+    if cache is None or not cache.order:
+        return
+    if embeds is not None:
+        raise ValueError("MARS continues a cache with `input_ids` only. Leave out `inputs_embeds` or `cache`.")
+    if len(cache.order) != input_ids.shape[0] or max(cache.host_cursor) >= input_ids.shape[1]:
+        raise ValueError(
+            f"The `cache` holds {len(cache.order)} rows of up to {max(cache.host_cursor)} tokens, and the prompt is "
+            f"{tuple(input_ids.shape)}. Pass the whole text: the sequences of the turn before, and the new turn."
         )
 
 

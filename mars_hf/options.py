@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "mars_confidence": "probability",
     "mars_lossless": False,
 }
+CACHES = ("cursor", "block", "none")
 
 
 @dataclass
@@ -57,7 +58,8 @@ class MarsOptions:
         threshold: a float, (N,) thresholds, or a callable asked before each step.
         block_size: candidates of a step (B).
         mask_token_id: id of [MASK].
-        cache: "cursor" or "none".
+        cache: one of `CACHES`.
+        cache_block_size: tokens of a block of the block cache.
         confidence: a measure of `acceptance.confidence_of`.
     """
 
@@ -65,6 +67,7 @@ class MarsOptions:
     block_size: int
     mask_token_id: int
     cache: str
+    cache_block_size: int
     confidence: str
 
     @property
@@ -87,18 +90,31 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
             "MARS decoding needs the id of the [MASK] token, and `generation_config.mars_mask_token_id` is not set. "
             "Load a checkpoint that `MarsSFTTrainer` saved, or pass it: `get_mars_model(model, mask_token_id=...)`."
         )
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"`mars_block_size` must be a positive integer, got {block_size!r}.")
+    check_count("mars_block_size", block_size, 1)
+    if config.mars_cache not in CACHES:
+        raise ValueError(f"`mars_cache` must be one of {', '.join(CACHES)}, got {config.mars_cache!r}.")
+    cache_block_size = config.mars_cache_block_size
     if config.mars_cache == "block":
-        raise ValueError("`mars_cache='block'` is not available in this version. Use 'cursor' or 'none'.")
-    if config.mars_cache not in ("cursor", "none"):
-        raise ValueError(f"`mars_cache` must be 'cursor' or 'none', got {config.mars_cache!r}.")
+        # A run of accepted tokens may cross one boundary of the cache, never two.
+        check_count("mars_cache_block_size", cache_block_size, block_size)
     if config.mars_confidence not in CONFIDENCES:
         raise ValueError(f"`mars_confidence` must be one of {', '.join(CONFIDENCES)}, got {config.mars_confidence!r}.")
     threshold = config.mars_threshold
     if not callable(threshold):
         threshold = check_threshold(threshold, config.mars_confidence)
-    return MarsOptions(threshold, block_size, mask_token_id, config.mars_cache, config.mars_confidence)
+    return MarsOptions(
+        threshold, block_size, mask_token_id, config.mars_cache, cache_block_size, config.mars_confidence
+    )
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Check an argument that counts something.
+
+    Raises:
+        ValueError: unless the value is an integer of at least `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
 
 
 def check_threshold(threshold: Any, confidence: str, batch: int | None = None) -> float | Tensor:

@@ -1,7 +1,7 @@
-"""The forward pass of a MARS step: what no forward has seen yet and the [MASK]s, against what the cache holds.
+"""The forward pass of a MARS step: the tokens that the cache lacks and the [MASK]s, against what the cache holds.
 
-Shapes: N rows still decoding, B the window (MARS block size), W tokens of a forward, K columns that a forward sees,
-V vocabulary.
+Shapes: N rows still decoding, P prompt columns, B the window (MARS block size), C the block of the block cache, W
+tokens of a forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,70 +17,7 @@ from .masks import decode_mask, masks_for_model
 from .state import DecodingState
 
 
-class CursorProposer:
-    """Proposes with the cursor cache: each row feeds its own pending tokens, and nothing twice.
-
-    Attributes:
-        num_forwards: forward passes so far.
-    """
-
-    def __init__(self, model: PreTrainedModel, window: int, cache: MarsCache, model_kwargs: dict[str, Any]) -> None:
-        self.model, self.window, self.cache, self.model_kwargs = model, window, cache, model_kwargs
-        self.num_forwards = 0
-
-    def propose(self, state: DecodingState) -> Tensor:
-        """(N, B, V) raw logits in float32, behind each row's last token and behind each [MASK]."""
-        visible = max(state.host_length) + self.window - 1
-        forward = self._pending if self.num_forwards else self._prompt
-        logits = forward(state, visible)
-        self.num_forwards += 1
-        self.cache.commit(state.pending)
-        return logits[:, -self.window :].to(device=state.device, dtype=torch.float32)
-
-    def keep_rows(self, rows: list[int]) -> list[int]:
-        """Keep these of the N rows; returns the order that they are in from now on."""
-        return self.cache.keep_rows(rows)
-
-    def _prompt(self, state: DecodingState, visible: int) -> Tensor:
-        """The prompt and the first [MASK]s, prepared the way the model prepares its prompts."""
-        columns = torch.arange(visible, device=state.device).expand(state.batch, -1)
-        self.cache.plan_write(columns, visible, first=0)
-        kwargs = dict(self.model_kwargs, cache=self.cache, logits_to_keep=self.window)
-        if kwargs.get("attention_mask") is not None:
-            kwargs["attention_mask"] = state.key_mask[:, :visible].long()
-        kwargs["position_ids"] = state.positions[:, :visible]
-        inputs = self.model.prepare_inputs_for_generation(state.tokens[:, :visible], is_first_iteration=True, **kwargs)
-        return self.model(**inputs, return_dict=True).logits
-
-    def _pending(self, state: DecodingState, visible: int) -> Tensor:
-        """The pending tokens and the [MASK]s, right-aligned, so that the last B logits are the wanted ones.
-
-        Rows with fewer tokens begin with filler: copies of their first pending token, whose logits are not read and
-        whose keys go to a slot that nobody sees, so that every slot is written once.
-        """
-        longest = max(state.host_pending)
-        width = longest + self.window - 1
-        offset = torch.arange(width, device=state.device) - longest + state.pending[:, None]
-        columns = self.cache.cursor[:, None] + offset.clamp(min=0)
-        slots = columns.where(offset >= 0, visible)
-        aligned = len(set(state.host_length)) == 1 and len(set(state.host_pending)) == 1
-        self.cache.plan_write(slots, visible, first=state.host_length[0] - longest if aligned else None)
-        key_mask = state.key_mask[state.rows, :visible]
-        rows = state.rows[:, None]
-        return self.model(
-            input_ids=state.tokens[rows, columns],
-            position_ids=state.positions[rows, columns],
-            attention_mask=masks_for_model(
-                self.model.config, self.model.dtype, lambda sliding: decode_mask(columns, key_mask, sliding)
-            ),
-            cache=self.cache,
-            use_cache=True,
-            logits_to_keep=self.window,
-            return_dict=True,
-        ).logits
-
-
-class RecomputeProposer:
+class Proposer:
     """Proposes without any cache, from the whole sequences: slow, and as plain as the definition.
 
     Attributes:
@@ -91,21 +28,135 @@ class RecomputeProposer:
         self.model, self.window = model, window
         self.num_forwards = 0
 
+    def waiting(self, state: DecodingState) -> list[bool]:
+        """Which of the N rows sit this step out."""
+        return [False] * len(state.host_rows)
+
     def propose(self, state: DecodingState) -> Tensor:
         """(N, B, V) raw logits in float32, behind each row's last token and behind each [MASK]."""
         visible = max(state.host_length) + self.window - 1
-        logits = self.model(
+        logits = self.forward(
             input_ids=state.tokens[state.rows, :visible],
             position_ids=state.positions[state.rows, :visible],
             attention_mask=state.key_mask[state.rows, :visible].long(),
             use_cache=False,
-            return_dict=True,
-        ).logits
-        self.num_forwards += 1
+        )
         wanted = state.length[:, None] - 1 + torch.arange(self.window, device=state.device)
-        logits = logits.gather(1, wanted.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1]))
-        return logits.to(device=state.device, dtype=torch.float32)
+        return logits.gather(1, wanted.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1])).float()
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """One forward pass of the model; its logits."""
+        self.num_forwards += 1
+        return self.model(**inputs, return_dict=True).logits
 
     def keep_rows(self, rows: list[int]) -> list[int]:
-        """Nothing to drop: rows are looked up afresh each step."""
+        """Keep these of the N rows; returns the order that they are in from now on."""
         return rows
+
+
+class CursorProposer(Proposer):
+    """Proposes with the cursor cache: a row feeds what it has accepted since its last forward, and nothing twice."""
+
+    def __init__(self, model: PreTrainedModel, window: int, cache: MarsCache, model_kwargs: dict[str, Any]) -> None:
+        super().__init__(model, window)
+        self.cache, self.model_kwargs = cache, model_kwargs
+
+    def propose(self, state: DecodingState) -> Tensor:
+        if self.num_forwards == 0:
+            logits = self.read_prompt(state, self.window - 1)
+        else:
+            cursor = self.cache.cursor[: len(state.host_rows)]
+            logits = self.feed(state, cursor, self.cache.host_cursor, self.window - 1)
+        self.cache.commit(state.length, state.host_length)
+        return logits[:, -self.window :].to(device=state.device, dtype=torch.float32)
+
+    def keep_rows(self, rows: list[int]) -> list[int]:
+        return self.cache.keep_rows(rows)
+
+    def read_prompt(self, state: DecodingState, masks: int) -> Tensor:
+        """The first forward: the prompt and so many [MASK]s, prepared the way the model prepares its prompts."""
+        self.cache.start(state.batch, state.device)
+        cached = min(self.cache.host_cursor)
+        if cached:
+            start = torch.full_like(state.length, cached)
+            return self.feed(state, start, [cached] * state.batch, masks)
+        visible = state.prompt + masks
+        columns = torch.arange(visible, device=state.device).expand(state.batch, -1)
+        self.cache.plan_write(columns, visible, first=0)
+        kwargs = dict(self.model_kwargs, cache=self.cache, logits_to_keep=masks + 1)
+        if kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = state.key_mask[:, :visible].long()
+        if (embeds := kwargs.get("inputs_embeds")) is not None:
+            mask_embeds = self.model.get_input_embeddings()(state.tokens[:, state.prompt : visible])
+            kwargs["inputs_embeds"] = torch.cat([embeds, mask_embeds.to(embeds)], dim=1)
+        kwargs["position_ids"] = state.positions[:, :visible]
+        return self.forward(
+            **self.model.prepare_inputs_for_generation(state.tokens[:, :visible], is_first_iteration=True, **kwargs)
+        )
+
+    def feed(self, state: DecodingState, start: Tensor, host_start: list[int], masks: int) -> Tensor:
+        """Feed each row's columns from `start` (N,) on and so many [MASK]s, right-aligned; masks + 1 logits.
+
+        Rows with fewer tokens begin with filler: copies of their first token, whose logits are not read and whose keys
+        go to a slot that nobody sees, so that every slot is written once.
+        """
+        fed = [length - begin for length, begin in zip(state.host_length, host_start, strict=False)]
+        width, visible = max(fed) + masks, max(state.host_length) + masks
+        offset = torch.arange(width, device=state.device) - width + masks + (state.length - start)[:, None]
+        columns = start[:, None] + offset.clamp(min=0)
+        aligned = len(set(fed)) == 1 and len(set(state.host_length)) == 1
+        self.cache.plan_write(columns.where(offset >= 0, visible), visible, host_start[0] if aligned else None)
+        return self.forward_columns(state, columns, visible, masks + 1)
+
+    def forward_columns(self, state: DecodingState, columns: Tensor, visible: int, keep: int) -> Tensor:
+        """Feed these columns (N, W) against the cache; the last `keep` logits."""
+        rows, key_mask = state.rows[:, None], state.key_mask[state.rows, :visible]
+        return self.forward(
+            input_ids=state.tokens[rows, columns],
+            position_ids=state.positions[rows, columns],
+            attention_mask=masks_for_model(
+                self.model.config, self.model.dtype, lambda sliding: decode_mask(columns, key_mask, sliding)
+            ),
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+
+
+class BlockProposer(CursorProposer):
+    """Proposes with the block cache of the paper: the cache is frozen at block boundaries of C tokens.
+
+    The first forward reads the prompt and the first [MASK]s. Within a block a step feeds the block's accepted tokens
+    and the [MASK]s; a row that has filled the block waits; when all rows have, one forward writes the block into the
+    cache. What a row accepts beyond the boundary belongs to its next block.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, window: int, cache: MarsCache, model_kwargs: dict[str, Any], cache_block: int
+    ) -> None:
+        super().__init__(model, window, cache, model_kwargs)
+        self.cache_block, self.frozen = cache_block, 0
+
+    def waiting(self, state: DecodingState) -> list[bool]:
+        return [length - self.frozen >= self.cache_block for length in state.host_length]
+
+    def propose(self, state: DecodingState) -> Tensor:
+        if self.num_forwards == 0:
+            self.frozen = state.prompt
+            return super().propose(state)
+        if all(self.waiting(state)):
+            self._close_block(state)
+        # Where a row has nothing in the block yet, its last token is fed again: its logit is the first candidate's.
+        start = (state.length - 1).clamp(max=self.frozen)
+        host_start = [min(self.frozen, length - 1) for length in state.host_length]
+        logits = self.feed(state, start, host_start, self.window - 1)
+        self.cache.commit(start, host_start)
+        return logits[:, -self.window :].to(device=state.device, dtype=torch.float32)
+
+    def _close_block(self, state: DecodingState) -> None:
+        """Write the block that every row has filled into the cache."""
+        end = self.frozen + self.cache_block
+        columns = torch.arange(self.frozen, end, device=state.device).expand(len(state.host_rows), -1)
+        self.cache.plan_write(columns, end, first=self.frozen)
+        self.forward_columns(state, columns, end, keep=1)
+        self.frozen = end

@@ -13,8 +13,17 @@ from torch import Tensor
 class DecodingState:
     """Where every row stands. Rows leave when they end, so fields of N shrink; fields of R keep the batch's order.
 
-    What the host must know to size a forward, lengths and pending tokens, it keeps in lists, so that it waits for
-    the device once a step, in `advance`.
+    The host keeps the lengths in a list too, to size the forwards, so that it waits for the device once a step, in
+    `advance`.
+
+    Args:
+        input_ids: (R, prompt) the prompts, padded on the left.
+        max_length: columns of a full sequence, counted as `input_ids` are.
+        window: B.
+        mask_token_id: id of [MASK].
+        attention_mask: (R, P) zero for padding, or None.
+        position_ids: (R or 1, P) position ids of the prompts; by default they count what is not padding.
+        hidden: columns in front of `input_ids`, of prompts that are given as embeddings only.
 
     Attributes:
         tokens: (R, columns) int64; behind a row's last token stand [MASK]s, ready to be fed.
@@ -22,7 +31,6 @@ class DecodingState:
         key_mask: (R, columns) bool, False for padding.
         rows: (N,) int64, which row of the batch each is.
         length: (N,) int64, columns of the prompt and of what is accepted so far.
-        pending: (N,) int64, tokens at the end of each row that no forward has committed to the cache yet.
     """
 
     def __init__(
@@ -33,10 +41,13 @@ class DecodingState:
         mask_token_id: int,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        hidden: int = 0,
     ) -> None:
+        self.hidden, self.max_length = hidden, max_length + hidden
+        input_ids = torch.nn.functional.pad(input_ids, (hidden, 0), value=mask_token_id)
         self.batch, self.prompt = input_ids.shape
-        self.device, self.max_length, self.mask_token_id = input_ids.device, max_length, mask_token_id
-        tail = max_length + window - self.prompt
+        self.device, self.mask_token_id = input_ids.device, mask_token_id
+        tail = self.max_length + window - self.prompt
         prompt_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         self.tokens = torch.nn.functional.pad(input_ids, (0, tail), value=mask_token_id)
         self.key_mask = torch.nn.functional.pad(prompt_mask.bool(), (0, tail), value=True)
@@ -44,14 +55,12 @@ class DecodingState:
             position_ids = (prompt_mask.long().cumsum(-1) - 1).clamp(min=0)
         position_ids = position_ids.expand(self.batch, -1)
         # [MASK]s behind the last allowed token are never accepted; their positions stay within the model's reach.
-        following = torch.arange(1, tail + 1, device=self.device).clamp(max=max_length - self.prompt)
+        following = torch.arange(1, tail + 1, device=self.device).clamp(max=self.max_length - self.prompt)
         self.positions = torch.cat([position_ids, position_ids[:, -1:] + following], dim=-1)
         self.rows = torch.arange(self.batch, device=self.device)
         self.length = torch.full((self.batch,), self.prompt, device=self.device)
-        self.pending = self.length.clone()
         self.host_rows = list(range(self.batch))
         self.host_length = [self.prompt] * self.batch
-        self.host_pending = [self.prompt] * self.batch
         self.accepted_lengths: list[Tensor] = []
 
     def advance(self, tokens: Tensor, accepted: Tensor, ended: Tensor) -> list[int]:
@@ -69,30 +78,28 @@ class DecodingState:
         kept = offset < accepted[:, None]
         columns = self.length[:, None] + offset
         self.tokens[self.rows[:, None], columns] = tokens.where(kept, self.mask_token_id)
-        self.length, self.pending = self.length + accepted, accepted
+        self.length = self.length + accepted
         # The one synchronisation of a step: the host learns how far every row went and which ones ended.
         host_accepted, host_ended = torch.stack([accepted, ended.long()]).tolist()
         record = torch.zeros(self.batch, dtype=torch.long)
         record[self.host_rows] = torch.tensor(host_accepted)
         self.accepted_lengths.append(record)
-        self.host_pending = host_accepted
         self.host_length = [length + new for length, new in zip(self.host_length, host_accepted, strict=True)]
         return [row for row, has_ended in enumerate(host_ended) if not has_ended]
 
     def keep_rows(self, order: list[int]) -> None:
         """Keep these of the N rows, in this order."""
         index = torch.tensor(order, dtype=torch.long, device=self.device)
-        self.rows, self.length, self.pending = self.rows[index], self.length[index], self.pending[index]
+        self.rows, self.length = self.rows[index], self.length[index]
         self.host_rows = [self.host_rows[row] for row in order]
         self.host_length = [self.host_length[row] for row in order]
-        self.host_pending = [self.host_pending[row] for row in order]
 
     def sequences(self, pad_token_id: Tensor | None) -> Tensor:
-        """(R, columns of the longest row) prompts and replies, padded on the right with `pad_token_id`."""
+        """(R, columns of the longest row) what of the prompts has ids, and replies, padded on the right."""
         new_tokens = torch.stack(self.accepted_lengths).sum(0)
         columns = torch.arange(self.prompt + int(new_tokens.max()), device=self.device)
         sequences = self.tokens[:, : len(columns)]
         if pad_token_id is None:
-            return sequences
+            return sequences[:, self.hidden :]
         used = columns < self.prompt + new_tokens.to(self.device)[:, None]
-        return sequences.where(used, pad_token_id.to(self.device))
+        return sequences.where(used, pad_token_id.to(self.device))[:, self.hidden :]

@@ -47,8 +47,8 @@ def test_cursor_and_none_equal_the_definition_row_by_row(family):
     width = inputs["input_ids"].shape[1]
     accepted_total = steps_total = 0
     for tau in TAUS:
-        for cache in ("cursor", "none"):
-            output = generate(model, inputs, tau, mars_cache=cache)
+        for cache in ({}, {"mars_cache": "none"}, {"mars_cache": "block", "mars_cache_block_size": 5}):
+            output = generate(model, inputs, tau, **cache)
             for row, prompt in enumerate(prompts):
                 tokens, accepted = brute_force(model, prompt, tau, max_new=MAX_NEW)
                 assert new_tokens(output, row, width) == tokens, (tau, cache, row)

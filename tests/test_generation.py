@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from mars_hf import AutoMarsModelForCausalLM, MarsGenerationMixin, get_mars_model
+from mars_hf import AutoMarsModelForCausalLM, MarsCache, MarsGenerationMixin, get_mars_model
 
 REFUSALS = {
     "threshold above one": ({"mars_threshold": 1.5}, r"`mars_threshold` must be in \(0, 1\]"),
@@ -34,25 +34,28 @@ REFUSALS = {
     "callable": ({"mars_threshold": lambda step: 2.0}, r"must be in \(0, 1\]"),
     "entropy": ({"mars_confidence": "entropy", "mars_threshold": -1.0}, "a finite number of nats"),
     "confidence": ({"mars_confidence": "vibes"}, "`mars_confidence` must be one of probability, margin, entropy"),
-    "block size": ({"mars_block_size": 0}, "`mars_block_size` must be a positive integer"),
-    "block size float": ({"mars_block_size": 4.0}, "`mars_block_size` must be a positive integer"),
+    "block size": ({"mars_block_size": 0}, "`mars_block_size` must be an integer of at least 1"),
+    "block size float": ({"mars_block_size": 4.0}, "`mars_block_size` must be an integer of at least 1"),
     "cache": ({"mars_cache": "paged"}, "`mars_cache` must be"),
-    "block cache": ({"mars_cache": "block"}, "not available in this version"),
     "lossless": ({"mars_lossless": True}, "not available in this version"),
     "beams": ({"num_beams": 2}, "`num_beams > 1` cannot be combined"),
     "beam sample": ({"num_beams": 2, "do_sample": True}, "`num_beams > 1` cannot be combined"),
     "assistant": ({"assistant_model": tiny_model()}, "`assistant_model` and `prompt_lookup_num_tokens` cannot"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "`assistant_model` and `prompt_lookup_num_tokens` cannot"),
     "custom generate": ({"custom_generate": lambda model, **kwargs: None}, "both replace the decoding loop"),
-    "scores": ({"output_scores": True, "return_dict_in_generate": True}, "`output_scores` is not supported"),
-    "logits": ({"output_logits": True, "return_dict_in_generate": True}, "`output_logits` is not supported"),
     "hidden": ({"output_hidden_states": True, "return_dict_in_generate": True}, "`output_hidden_states` is not supp"),
     "guidance": ({"guidance_scale": 1.5}, "`guidance_scale` is not supported"),
     "static": ({"cache_implementation": "static"}, "`cache_implementation` is not supported"),
     "prefill": ({"prefill_chunk_size": 2}, "`prefill_chunk_size` is not supported"),
     "use_cache": ({"use_cache": False}, "`use_cache=False` contradicts `mars_cache='cursor'`"),
     "synced": ({"synced_gpus": True}, "does not work with `synced_gpus`"),
-    "own cache": ({"cache": DynamicCache()}, "cannot be continued by MARS"),
+    "own cache": ({"cache": DynamicCache()}, "MARS cannot continue a DynamicCache"),
+    "cache without cache": ({"cache": MarsCache(), "mars_cache": "none"}, "uses no cache"),
+    "mars cache off": ({"cache": MarsCache(), "mars_threshold": None}, "continued by MARS decoding only"),
+    "cache block": (
+        {"mars_cache": "block", "mars_cache_block_size": 3},
+        "`mars_cache_block_size` must be an integer of at least 4",
+    ),
     "length": ({"max_new_tokens": 250}, "take 256 positions, and the model has 255"),
     "streamer": ({"streamer": BaseStreamer}, "A `streamer` takes one row"),
 }

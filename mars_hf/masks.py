@@ -26,11 +26,13 @@ class Layout(NamedTuple):
         stream: `PADDING`, `CLEAN` or `MASKED`.
         position: position in the sequence, 0..L-1; both streams of a sequence carry the same ones.
         block: number of the MARS block the token belongs to, growing with the position.
+        document: number of the document the token belongs to, where a row holds several.
     """
 
     stream: Tensor
     position: Tensor
     block: Tensor
+    document: Tensor
 
 
 def visible(query: Layout, key: Layout, window: int | None = None) -> Tensor:
@@ -38,7 +40,7 @@ def visible(query: Layout, key: Layout, window: int | None = None) -> Tensor:
 
     A clean token sees the clean tokens up to itself. A masked-stream token sees its own block of the masked stream
     up to itself, and the clean tokens of the blocks before. `window` intersects the rule with sliding-window
-    attention: a token sees positions less than `window` behind its own. Padding is seen by nobody.
+    attention: a token sees positions less than `window` behind its own. Nobody sees padding or another document.
     """
     from_masked, to_masked = query.stream == MASKED, key.stream == MASKED
     from_clean, to_clean = query.stream == CLEAN, key.stream == CLEAN
@@ -46,6 +48,7 @@ def visible(query: Layout, key: Layout, window: int | None = None) -> Tensor:
     allowed = from_clean & to_clean & causal
     allowed = allowed | (from_masked & to_masked & causal & (key.block == query.block))
     allowed = allowed | (from_masked & to_clean & (key.block < query.block))
+    allowed = allowed & (key.document == query.document)
     if window is not None:
         allowed = allowed & (query.position - key.position < window)
     return allowed
@@ -88,7 +91,8 @@ def mars_attention_mask(seq_length: int, block_size: int) -> Tensor:
             raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
     position = torch.arange(seq_length).repeat(2)[None]
     stream = torch.tensor([CLEAN, MASKED]).repeat_interleave(seq_length)[None]
-    return dense_mask(Layout(stream, position, position // block_size))[0, 0]
+    layout = Layout(stream, position, block=position // block_size, document=torch.zeros_like(position))
+    return dense_mask(layout)[0, 0]
 
 
 def decode_mask(columns: Tensor, key_mask: Tensor, window: int | None = None) -> Tensor:

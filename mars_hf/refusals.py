@@ -20,16 +20,6 @@ def refuse_arguments(
     Raises:
         ValueError: says which argument, why, and what to set instead.
     """
-    if args.packing or args.eval_packing:
-        raise ValueError(
-            "MARS does not train on packed sequences yet: the documents of a sequence would see each other. Set "
-            "`packing=False` and leave `eval_packing` unset."
-        )
-    if args.padding_free:
-        raise ValueError(
-            "MARS does not train padding-free yet: its attention mask needs one row per example. Set "
-            "`padding_free=False`."
-        )
     if data_collator is not None:
         raise ValueError(
             "MARS needs its own data collator, which builds the two streams. Leave `data_collator` unset, and give "

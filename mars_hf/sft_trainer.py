@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -22,13 +23,18 @@ from transformers import (
     set_seed,
 )
 from trl import SFTTrainer
-from trl.trainer.utils import FusedCausalLMOutput, create_model_from_path, get_config_model_id
+from trl.trainer.utils import (
+    FusedCausalLMOutput,
+    create_model_from_path,
+    get_config_model_id,
+    global_then_local_main_first,
+)
 
-from .collator import DataCollatorForMars, batch_layout, predicts_own_block
+from .collator import DataCollatorForMars, batch_layout, predicts_own_block, wrap_documents
 from .fused_head import make_head_readable, score_targets
 from .losses import TokenScores, mars_loss, stream_metrics, stream_sums
 from .mask_token import add_mask_token, find_mask_token, train_mask_row
-from .masks import CLEAN, AttentionMask, Layout, dense_mask, masks_for_model
+from .masks import CLEAN, PADDING, AttentionMask, Layout, dense_mask, masks_for_model
 from .modeling import get_mars_model
 from .refusals import (
     refuse_arguments,
@@ -126,6 +132,23 @@ class MarsSFTTrainer(SFTTrainer):
             refuse_parallelism(self.accelerator.parallelism_config)
             self._finish_mars()
 
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        if not (self._has_masked_stream and packing and args.packing_strategy == "wrapped"):
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        # TRL wraps without a record of where documents start, so that they see each other.
+        if args.max_length is None:
+            raise ValueError("Packing needs the length to pack to. Set `max_length`.")
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        dataset = dataset.select_columns(["input_ids", "labels"])
+        # As in `SFTTrainer`: before packing, so that neighbours are not related, and after.
+        if args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
+        with global_then_local_main_first():
+            dataset = wrap_documents(dataset, args.max_length)
+        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+
     def _prepare_mask_token(
         self,
         model: PreTrainedModel,
@@ -158,6 +181,7 @@ class MarsSFTTrainer(SFTTrainer):
         find_mask_token(self._tokenizer)
         self.data_collator = DataCollatorForMars(
             pad_token_id=self._tokenizer.pad_token_id,
+            padding_free=self.args.padding_free,
             pad_to_multiple_of=self.args.pad_to_multiple_of,
             mask_token_id=self._mask_token_id,
             block_size=self.args.mars_block_size,
@@ -220,12 +244,16 @@ class MarsSFTTrainer(SFTTrainer):
         """The mask of a batch in the form that the model's attention reads; made once, for all layers."""
         return masks_for_model(self.model.config, self.model.dtype, lambda window: dense_mask(layout, window))
 
-    def _clean_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _clean_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """What `SFTTrainer` would give the model: the clean streams alone, (N, longest L)."""
         length = inputs["labels"].shape[1]
-        is_clean = inputs["stream_ids"][:, :length] == CLEAN
+        layout = batch_layout({key: value[:, :length] for key, value in inputs.items()}, self.args.mars_block_size)
+        is_clean = layout.stream == CLEAN
         input_ids = inputs["input_ids"][:, :length].masked_fill(~is_clean, self._tokenizer.pad_token_id)
-        return {"input_ids": input_ids, "attention_mask": is_clean.long()}
+        if not layout.document.any():
+            return {"input_ids": input_ids, "attention_mask": is_clean.long()}
+        attention_mask = self._attention_mask(layout._replace(stream=layout.stream.where(is_clean, PADDING)))
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": layout.position}
 
     def _log_streams(self, outputs: FusedCausalLMOutput, inputs: dict[str, Tensor]) -> None:
         """Add a batch to the metrics, summed over the processes."""

@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 from conftest import make_model
+from datasets import Dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from mars_hf.collator import DataCollatorForMars, batch_layout, predicts_own_block
+from mars_hf.collator import DataCollatorForMars, batch_layout, predicts_own_block, wrap_documents
 from mars_hf.masks import CLEAN, MASKED, PADDING, dense_mask
 
 PAD, MASK = 0, 99
@@ -155,7 +156,6 @@ def test_dense_batch_is_model_input():
     [
         ({"block_size": 1}, "`block_size` must be at least 2, got 1"),
         ({"block_offset": "half"}, "`block_offset` must be one of fixed, random, got 'half'"),
-        ({"padding_free": True}, "Set `padding_free=False`"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
@@ -163,7 +163,98 @@ def test_bad_arguments_are_refused(arguments, message):
         DataCollatorForMars(**{"pad_token_id": PAD, "mask_token_id": MASK, "block_size": 2, **arguments})
 
 
-def test_packed_examples_are_refused():
-    collator = DataCollatorForMars(pad_token_id=PAD, mask_token_id=MASK, block_size=2)
-    with pytest.raises(ValueError, match="would see each other"):
-        collator([{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "seq_lengths": [2, 1]}])
+def random_packed(seed: int, count: int = 3) -> list[dict[str, list[int]]]:
+    """Examples of several documents each, as `pack_dataset` makes them."""
+    packed = []
+    for row in range(count):
+        documents = random_examples(100 * seed + row, count=3)
+        packed.append(
+            {
+                "input_ids": [token for document in documents for token in document["input_ids"]],
+                "labels": [label for document in documents for label in document["labels"]],
+                "seq_lengths": [len(document["input_ids"]) for document in documents],
+            }
+        )
+    return packed
+
+
+def documents_of(example: dict[str, list[int]]) -> list[dict[str, list[int]]]:
+    documents, start = [], 0
+    for length in example["seq_lengths"]:
+        part = slice(start, start + length)
+        documents.append({"input_ids": example["input_ids"][part], "labels": example["labels"][part]})
+        start += length
+    return documents
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("padding_free", [False, True])
+@pytest.mark.parametrize("block_offset", ["fixed", "random"])
+def test_documents_of_a_row_are_rows_of_their_own(block_size, seed, padding_free, block_offset):
+    examples = random_packed(seed)
+    arguments = {"pad_token_id": PAD, "padding_free": padding_free}
+    batch = DataCollatorForMars(
+        **arguments, mask_token_id=MASK, block_size=block_size, block_offset=block_offset, dense_mask=False
+    )(examples)
+    layout = batch_layout(batch, block_size)
+    rows = (
+        [[document for example in examples for document in documents_of(example)]]
+        if padding_free
+        else [documents_of(example) for example in examples]
+    )
+    assert len(batch["input_ids"]) == len(rows)
+    sees = dense_mask(layout)[:, 0]
+    for row, documents in enumerate(rows):
+        real = batch["stream_ids"][row] != PADDING
+        assert real.sum() == sum(
+            (real & (batch["document_ids"][row] == number)).sum() for number in range(len(documents))
+        )
+        for number, document in enumerate(documents):
+            own = real & (batch["document_ids"][row] == number)
+            grid = batch["grid_ids"][row][own]
+            start, phase = int(grid[0]) // block_size * block_size, int(grid[0]) % block_size
+            assert block_offset == "random" or phase == 0
+            actual = {
+                key: batch[key][row][own].tolist() for key in ("input_ids", "position_ids", "target_ids", "stream_ids")
+            }
+            actual["grid_ids"] = (grid - start).tolist()
+            assert actual == brute_force_row(document["input_ids"], document["labels"], block_size, phase)
+            assert not sees[row][own][:, ~own].any()
+            assert not sees[row][~own][:, own].any()
+            # Nor do blocks of two documents share a number: what counts within blocks relies on it.
+            assert not torch.isin(layout.block[row][own], layout.block[row][real & ~own]).any()
+    expected = DataCollatorForLanguageModeling(**arguments)(
+        [{**example, "labels": [*example["labels"]]} for example in examples]
+    )
+    if not padding_free:  # TRL leaves these labels to its `padding_free`, which it sets for packed examples
+        firsts = DataCollatorForLanguageModeling.get_position_ids_from_packed_seq_lengths(
+            [example["seq_lengths"] for example in examples]
+        )
+        for row, position in enumerate(firsts):
+            expected["labels"][row, : len(position)][position == 0] = -100
+    assert torch.equal(batch["labels"], expected["labels"])
+
+
+def test_padding_free_puts_examples_into_one_row():
+    collator = DataCollatorForMars(
+        pad_token_id=PAD, mask_token_id=MASK, block_size=2, dense_mask=False, padding_free=True
+    )
+    batch = collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 5, MASK, 8]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 0]]
+    assert batch["target_ids"].tolist() == [[6, 7, -100, 9, -100, 6, 7, 9]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_wrapped_documents_keep_their_starts(streaming):
+    dataset = Dataset.from_dict(
+        {"input_ids": [[1, 2, 3, 4, 5], [6], [7, 8]], "labels": [[1, 2, 3, 4, -100], [6], [7, 8]]}
+    )
+    rows = list(wrap_documents(dataset.to_iterable_dataset() if streaming else dataset, 3))
+    assert rows == [
+        {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "seq_lengths": [3]},
+        {"input_ids": [4, 5, 6], "labels": [4, -100, 6], "seq_lengths": [2, 1]},
+        {"input_ids": [7, 8], "labels": [7, 8], "seq_lengths": [2]},
+    ]

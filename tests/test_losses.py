@@ -167,7 +167,7 @@ def test_count_within_block():
     stream = torch.tensor([[CLEAN, CLEAN, CLEAN, CLEAN, MASKED, MASKED, MASKED, MASKED, PADDING]])
     block = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 2, 0]])
     flag = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1, 1]]).bool()
-    counted = count_within_block(flag, Layout(stream, block, block))
+    counted = count_within_block(flag, Layout(stream, block, block, torch.zeros_like(block)))
     assert counted.tolist() == [[1, 2, 1, 2, 0, 1, 1, 2, 1]]
 
 

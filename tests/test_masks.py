@@ -37,7 +37,8 @@ def brute_force_mask(length: int, block_size: int) -> torch.Tensor:
 
 def full_layout(length: int, block_size: int) -> Layout:
     position = torch.arange(length).repeat(2)[None]
-    return Layout(torch.tensor([CLEAN, MASKED]).repeat_interleave(length)[None], position, position // block_size)
+    stream = torch.tensor([CLEAN, MASKED]).repeat_interleave(length)[None]
+    return Layout(stream, position, position // block_size, torch.zeros_like(position))
 
 
 def flex_mask(layout: Layout, window: int | None = None) -> torch.Tensor:
@@ -74,6 +75,24 @@ def test_window_and_padding_in_both_forms(window):
             expected[query, key] = brute_force_mask(length, block_size)[query, key] and near
     assert torch.equal(dense_mask(padded, window)[0, 0], expected)
     assert torch.equal(flex_mask(padded, window)[0], expected)
+
+
+def test_documents_in_both_forms():
+    # Two documents of 5 and 4 tokens: clean streams, then masked ones; positions and blocks are each document's own.
+    lengths, block_size = (5, 4), 3
+    fields = [
+        (stream, position, position // block_size, document)
+        for stream in (CLEAN, MASKED)
+        for document, length in enumerate(lengths)
+        for position in range(length)
+    ]
+    layout = Layout(*torch.tensor(fields).T[:, None])
+    expected = torch.zeros(18, 18, dtype=torch.bool)
+    for document, length in enumerate(lengths):
+        own = torch.tensor([field[3] == document for field in fields])
+        expected[own.outer(own)] = brute_force_mask(length, block_size).flatten()
+    assert torch.equal(dense_mask(layout)[0, 0], expected)
+    assert torch.equal(flex_mask(layout)[0], expected)
 
 
 def test_flex_attention_takes_the_predicate():

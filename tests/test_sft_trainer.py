@@ -19,6 +19,7 @@ from peft import (
     get_peft_model,
     prepare_model_for_kbit_training,
 )
+from test_collator import documents_of
 from test_losses import assert_same_gradients, gradients, oracle_loss
 from transformers import (
     AutoModelForCausalLM,
@@ -38,7 +39,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from mars_hf.collator import DataCollatorForMars
+from mars_hf.collator import DataCollatorForMars, batch_layout
 from mars_hf.sft_config import MarsSFTConfig, as_mars_config
 from mars_hf.sft_trainer import MarsSFTTrainer
 
@@ -258,6 +259,128 @@ def test_it_learns_to_fill_blocks(tmp_path):
     assert logs[-1]["tokens_per_forward@0.95"] > 2.5
     assert logs[-1]["mask_accuracy/depth_4"] > 0.9
     assert logs[0]["tokens_per_forward@0.95"] < 1.2
+
+
+# Packing
+
+PACKED = {
+    "bfd": {"packing": True, "packing_strategy": "bfd", "max_length": 48},
+    "bfd_split": {"packing": True, "packing_strategy": "bfd_split", "max_length": 20},
+    "wrapped": {"packing": True, "packing_strategy": "wrapped", "max_length": 20},
+    "padding free": {"padding_free": True, "max_length": None},
+}
+
+
+def documents_of_dataset(trainer):
+    """The documents that a trainer sees, as plain examples."""
+    return [
+        document
+        for example in trainer.train_dataset
+        for document in documents_of({"seq_lengths": [len(example["input_ids"])], **example})
+    ]
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat, assistant only"])
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_loss_and_gradients_equal_the_definition(tmp_path, packed, kind, attention):
+    data, options = KINDS[kind]
+    trainer = make_trainer(
+        tmp_path, make_model("gemma3", attention), data, mars_block_size=3, **{**options, **PACKED[packed]}
+    )
+    documents = documents_of_dataset(trainer)
+    assert len(documents) > len(trainer.train_dataset) or packed == "padding free"
+    model = trainer.model.train()
+    loss = trainer.compute_loss(model, trainer.data_collator(list(trainer.train_dataset)))
+    actual = gradients(model, loss)
+    expected = oracle_loss(model, documents, 3, mask_id=trainer.processing_class.mask_token_id)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(actual, gradients(model, expected))
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_packed_training_equals_training_on_the_documents(tmp_path, packed):
+    # All of the data in every step, once in rows of documents and once in rows of one document each.
+    options = {"mars_block_size": 3, "data": CHAT, "assistant_only_loss": True, **ONE_STEP}
+    trainer = make_trainer(tmp_path, per_device_train_batch_size=99, **options, **PACKED[packed])
+    documents = documents_of_dataset(trainer)
+    weights, (log,) = train(trainer)
+    batches = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(documents)}
+    expected_weights, (expected,) = train(
+        make_trainer(
+            tmp_path, **{**options, "data": documents, "assistant_only_loss": False, "max_length": None}, **batches
+        )
+    )
+    assert log["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert log["num_tokens"] == expected["num_tokens"]
+    assert_same_weights(weights, expected_weights, 5e-6)
+
+
+@pytest.mark.parametrize("packed", ["bfd", "bfd_split", "padding free"])
+def test_packed_metrics_are_those_of_sft(tmp_path, packed):
+    options = {"data": PROMPT, "max_steps": 2, "learning_rate": 0.0, "per_device_train_batch_size": 2}
+    _, expected = train(make_trainer(tmp_path, trainer_class=SFTTrainer, **options, **PACKED[packed]))
+    _, logs = train(make_trainer(tmp_path, mars_block_size=3, **options, **PACKED[packed]))
+    for log, sft in zip(logs, expected, strict=True):
+        for name in ("entropy", "mean_token_accuracy", "num_tokens"):
+            assert log[name] == pytest.approx(sft[name], rel=1e-5), name
+        assert log["ar_loss"] == pytest.approx(sft["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_documents_never_see_each_other(tmp_path, attention):
+    trainer = make_trainer(tmp_path, make_model("llama", attention), mars_block_size=3, **PACKED["bfd"])
+    examples = list(trainer.train_dataset)
+    batch = trainer.data_collator(examples)
+    changed = {key: value.clone() for key, value in batch.items()}
+    other = batch["document_ids"] == 1
+    assert other.any()
+    changed["input_ids"][other] = (changed["input_ids"][other] + 7) % 256
+    hidden = []
+    for inputs in (batch, changed):
+        layout = batch_layout(inputs, 3)
+        with torch.no_grad():
+            hidden.append(
+                trainer.model.model(
+                    inputs["input_ids"],
+                    attention_mask=trainer._attention_mask(layout),
+                    position_ids=inputs["position_ids"],
+                ).last_hidden_state
+            )
+    assert torch.equal(hidden[0][~other], hidden[1][~other])
+    assert not torch.isclose(hidden[0][other], hidden[1][other]).all()
+
+
+@pytest.mark.parametrize(("packing", "eval_packing"), [(True, None), (True, False), (False, True)])
+def test_packed_evaluation(tmp_path, packing, eval_packing):
+    seen = []
+
+    def compute_metrics(prediction):
+        seen.append(prediction)
+        return {}
+
+    options = {
+        **PACKED["bfd"],
+        "packing": packing,
+        "eval_packing": eval_packing,
+        "per_device_eval_batch_size": 99,
+        "eval_dataset": {"a": Dataset.from_list(CHAT)},
+        "compute_metrics": compute_metrics,
+        "assistant_only_loss": True,
+        "data": CHAT,
+    }
+    trainer = make_trainer(tmp_path, mars_block_size=3, **options)
+    metrics = trainer.evaluate()
+    trainer.train_dataset = trainer.eval_dataset["a"]
+    documents = documents_of_dataset(trainer)
+    assert (len(documents) > len(trainer.train_dataset)) == (eval_packing is not False)
+    with torch.no_grad():
+        expected = oracle_loss(trainer.model, documents, 3, mask_id=trainer.processing_class.mask_token_id)
+    assert metrics["eval_a_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    # The logits are those of the documents: their loss is that of the clean stream.
+    labels, logits = torch.tensor(seen[0].label_ids)[:, 1:], torch.tensor(seen[0].predictions)[:, :-1]
+    nll = torch.nn.functional.cross_entropy(logits[labels != -100], labels[labels != -100])
+    assert metrics["eval_ar_loss"] == pytest.approx(nll.item(), rel=1e-5)
 
 
 # Ways to train
@@ -534,9 +657,6 @@ def test_peft_that_trains_the_row_is_taken(tmp_path, caplog):
 UNTRAINED = r"mask token '<\|mask\|>' \(id 261\) untrained.*"
 WRAPPED = UNTRAINED + r"wrapped already.*`trainable_token_indices=\{'embed_tokens': \[261\]\}`"
 REFUSED_OPTIONS = {
-    "packing": ({"packing": True}, "Set `packing=False`"),
-    "eval packing": ({"eval_packing": True}, "leave `eval_packing` unset"),
-    "padding free": ({"padding_free": True}, "Set `padding_free=False`"),
     "label smoothing": ({"label_smoothing_factor": 0.1}, r"Set `label_smoothing_factor=0\.0`"),
     "mask is end": ({"mars_mask_token": "<|end|>"}, r"'<\|end\|>' is the tokenizer's `eos_token`"),
     "mask becomes end": ({"mars_mask_token": "<|user|>", "eos_token": "<|user|>"}, r"'<\|user\|>' is the tokenizer's"),

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedConfig
 
 PADDING, CLEAN, MASKED = -1, 0, 1
 
 # A model takes one mask for all its layers, or one per kind of layer where full and sliding attention alternate.
-AttentionMask = Tensor | dict[str, Tensor]
+AttentionMask = Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask]
 
 
 class Layout(NamedTuple):
@@ -74,6 +75,16 @@ def flex_mask_mod(layout: Layout, window: int | None = None) -> Callable[[Tensor
         return visible(queries, keys, window) | (query == key)
 
     return mask_mod
+
+
+def block_mask(layout: Layout, window: int | None = None) -> BlockMask:
+    """The rule as flex attention reads it, which skips the tiles where nobody sees anybody: (N, 1, T, T)."""
+    rows, length = layout.stream.shape
+    device = layout.stream.device
+    # Compiled, it makes the tiles without the (T, T) mask; on CPU that is not worth the compilation.
+    return create_block_mask(
+        flex_mask_mod(layout, window), rows, None, length, length, device=device, _compile=device.type != "cpu"
+    )
 
 
 def mars_attention_mask(seq_length: int, block_size: int) -> Tensor:
@@ -168,4 +179,18 @@ def masks_for_model(
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
     masks = {kind: backend_form(make_mask(window)) for kind, window in attention_windows(config).items()}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def training_masks(config: PreTrainedConfig, dtype: torch.dtype, layout: Layout) -> AttentionMask:
+    """Make the masks of a two-stream batch in the form that a model's layers and its attention backend read.
+
+    As `masks_for_model`, and block masks for `flex_attention`.
+
+    Raises:
+        ValueError: for an attention implementation that takes no such mask.
+    """
+    if config.get_text_config()._attn_implementation != "flex_attention":
+        return masks_for_model(config, dtype, lambda window: dense_mask(layout, window))
+    masks = {kind: block_mask(layout, window) for kind, window in attention_windows(config).items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from .masks import masks_for_model
+from .masks import attention_windows
+
+TRAINING_ATTENTION = ("sdpa", "eager", "flex_attention")
 
 
 def refuse_arguments(
@@ -63,7 +65,7 @@ def refuse_parallelism(parallelism_config: Any) -> None:
         )
 
 
-def refuse_config(config: PreTrainedConfig) -> None:
+def refuse_config(config: PreTrainedConfig, device: torch.device) -> None:
     """Refuse a model from its configuration alone, before its weights are loaded.
 
     Raises:
@@ -74,19 +76,31 @@ def refuse_config(config: PreTrainedConfig) -> None:
             f"MARS trains decoder-only models, and `{config.model_type}` is an encoder-decoder. Use a causal language "
             "model."
         )
-    masks_for_model(config, torch.float32, lambda window: torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    attention_windows(config)
+    implementation = config.get_text_config()._attn_implementation
+    if implementation == "flex_attention" and device.type == "cpu":
+        raise ValueError(
+            "`flex_attention` has no backward pass on CPU, so nothing can be trained with it here. Load the model "
+            "with `attn_implementation='sdpa'` (or 'eager'), or train on a GPU."
+        )
+    if implementation not in TRAINING_ATTENTION:
+        raise ValueError(
+            f"MARS needs an attention implementation that takes a custom mask, and `{implementation}` does not. Load "
+            "the model with `attn_implementation='sdpa'` (or 'eager'; or 'flex_attention', on a GPU)."
+        )
 
 
-def refuse_model(model: PreTrainedModel, router_aux_loss_coef: float | None) -> None:
+def refuse_model(model: PreTrainedModel, device: torch.device, router_aux_loss_coef: float | None) -> None:
     """Refuse a loaded model, not wrapped by PEFT.
 
     Args:
+        device: where the model is trained.
         router_aux_loss_coef: what the arguments set; None takes the one in the model's configuration.
 
     Raises:
         ValueError: for a model that cannot be told positions, for a router loss, and as `refuse_config`.
     """
-    refuse_config(model.config)
+    refuse_config(model.config, device)
     text_config = model.config.get_text_config()
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if not takes_positions or getattr(text_config, "alibi", False):

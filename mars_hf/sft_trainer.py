@@ -34,7 +34,7 @@ from .collator import DataCollatorForMars, batch_layout, predicts_own_block, wra
 from .fused_head import make_head_readable, score_targets
 from .losses import TokenScores, mars_loss, stream_metrics, stream_sums
 from .mask_token import add_mask_token, find_mask_token, train_mask_row
-from .masks import CLEAN, PADDING, AttentionMask, Layout, dense_mask, masks_for_model
+from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
 from .modeling import get_mars_model
 from .refusals import (
     refuse_arguments,
@@ -162,7 +162,7 @@ class MarsSFTTrainer(SFTTrainer):
         Returns:
             The tokenizer, and the PEFT configuration, which trains the mask token's embedding.
         """
-        refuse_model(_base_model(model), args.router_aux_loss_coef)
+        refuse_model(_base_model(model), args.device, args.router_aux_loss_coef)
         if processing_class is None:
             processing_class = AutoProcessor.from_pretrained(
                 get_config_model_id(model.config), revision=revision, trust_remote_code=args.trust_remote_code
@@ -242,7 +242,7 @@ class MarsSFTTrainer(SFTTrainer):
 
     def _attention_mask(self, layout: Layout) -> AttentionMask:
         """The mask of a batch in the form that the model's attention reads; made once, for all layers."""
-        return masks_for_model(self.model.config, self.model.dtype, lambda window: dense_mask(layout, window))
+        return training_masks(self.model.config, self.model.dtype, layout)
 
     def _clean_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """What `SFTTrainer` would give the model: the clean streams alone, (N, longest L)."""
@@ -326,5 +326,5 @@ def _load_model(path: str, args: MarsSFTConfig, quantization_config: BitsAndByte
         path, revision=kwargs.get("revision"), trust_remote_code=kwargs["trust_remote_code"]
     )
     config._attn_implementation = kwargs.get("attn_implementation") or "sdpa"
-    refuse_config(config)
+    refuse_config(config, args.device)
     return create_model_from_path(path, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from conftest import make_model
@@ -12,10 +14,12 @@ from mars_hf.masks import (
     PADDING,
     Layout,
     attention_windows,
+    block_mask,
     dense_mask,
     flex_mask_mod,
     mars_attention_mask,
     masks_for_model,
+    training_masks,
 )
 
 
@@ -101,6 +105,36 @@ def test_flex_attention_takes_the_predicate():
     layout = full_layout(9, 4)
     mask = create_mask(flex_mask_mod(layout), 1, 1, 18, 18, device="cpu")
     assert torch.equal(mask, dense_mask(layout))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_block_mask_skips_tiles_that_nobody_needs(window):
+    # Three tiles of 128 a side, and a last one that is not full.
+    length, block_size = 200, 8
+    layout = full_layout(length, block_size)
+    mask = block_mask(layout, window)
+    assert mask.shape == (1, 1, 2 * length, 2 * length)
+    tiles = torch.nn.functional.pad(dense_mask(layout, window)[0, 0], (0, 112, 0, 112)).unflatten(1, (4, 128))
+    needed = tiles.unflatten(0, (4, 128)).any(-1).any(1)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), needed)
+    assert needed.sum() < 16
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@torch.no_grad()
+def test_flex_attention_gives_the_logits_of_sdpa(name):
+    torch.manual_seed(0)
+    layout = full_layout(12, 4)
+    layout.document[:, [*range(6, 12), *range(18, 24)]] = 1
+    ids = torch.randint(0, 256, (1, 24))
+    logits = []
+    for attention in ("sdpa", "flex_attention"):
+        model = make_model(name, attention)
+        mask = training_masks(model.config, torch.float32, layout)
+        # The uncompiled form of flex attention: it warns that it is slow.
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings(action="ignore"):
+            logits.append(model(ids, attention_mask=mask, position_ids=layout.position, use_cache=False).logits)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("arguments", [(0, 4), (4, 0), (4.0, 2), (4, -1)])

@@ -155,6 +155,22 @@ def test_every_model_and_backend_gives_one_loss(tmp_path, name, attention):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has no backward pass on CPU")
+@pytest.mark.parametrize("packed", [{}, {"packing": True, "max_length": 48}])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_flex_attention_trains_as_sdpa_does(tmp_path, name, packed):
+    results = []
+    for attention in ("sdpa", "flex_attention"):
+        # Heads of 16, the least that the kernel takes.
+        model = wide_model(name, attention)
+        options = {**ONE_STEP, **packed, "use_cpu": False, "mars_block_size": 3}
+        results.append(train(make_trainer(tmp_path, model, **options)))
+    (expected_weights, (expected,)), (weights, (log,)) = results
+    assert log["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+    assert_same_weights(weights, expected_weights, 1e-2)
+
+
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 @pytest.mark.parametrize("kind", ["text", "prompt", "chat, assistant only"])
 def test_without_masked_stream_it_is_sft(tmp_path, kind, loss_type):
@@ -713,6 +729,15 @@ def test_parallel_sequences_are_refused(tmp_path):
         make_trainer(tmp_path, args=args)
 
 
+def wide_model(name, attention):
+    config = make_model(name).config
+    config.hidden_size, config.head_dim = 64, 16
+    torch.manual_seed(0)
+    model = type(make_model(name))(config)
+    model.set_attn_implementation(attention)
+    return model
+
+
 def small_mixtral():
     return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1))
 
@@ -740,7 +765,7 @@ REFUSED_MODELS = {
     ),
     "router": (small_mixtral, r"Set `router_aux_loss_coef=0\.0` \(it is 0\.001\)"),
     "flash": (lambda: with_attention("flash_attention_2"), "`flash_attention_2` does not"),
-    "flex": (lambda: with_attention("flex_attention"), "`flex_attention` does not"),
+    "flex": (lambda: with_attention("flex_attention"), "`flex_attention` has no backward pass on CPU"),
     "peft": (lambda: get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"])), WRAPPED),
     "peft cannot grow": (
         lambda: get_peft_model(

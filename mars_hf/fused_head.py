@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.trainer.utils import FusedCausalLMOutput
 
 
@@ -23,7 +25,7 @@ def make_head_readable(head: Any) -> None:
 
 
 def score_targets(
-    model: nn.Module, base_model: Any, target_ids: Tensor, inputs: dict[str, Any]
+    model: nn.Module, base_model: Any, target_ids: Tensor, inputs: dict[str, Any], routed: Tensor | None = None
 ) -> FusedCausalLMOutput:
     """One forward of `model`, scoring the positions that have a target.
 
@@ -34,25 +36,38 @@ def score_targets(
         base_model: the causal language model inside, to which `add_fused_lm_head` was applied.
         target_ids: (N, T), the token each position predicts, -100 where none.
         inputs: what the model's forward takes, without labels.
+        routed: (N, T), for a Mixture-of-Experts model: the tokens that its experts are to share evenly.
 
     Returns:
-        What the fused head returns, its fields (N, T) and zero where there is no target.
+        What the fused head returns, its fields (N, T) and zero where there is no target; with `routed`, the loss of
+        the router as `aux_loss`.
     """
     scored = target_ids != -100
     # One position at least: the output of a batch without any target must still be connected to the parameters.
     kept = scored.clone()
     kept[0, 0] = True
+    router_logits: tuple[Tensor, ...] = ()
+
+    def ask_router(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "output_router_logits": True}
 
     def keep_scored(module: nn.Module, args: Any, output: Any) -> Any:
+        nonlocal router_logits
+        router_logits = getattr(output, "router_logits", None) or ()
         hidden = output.last_hidden_state
         output.last_hidden_state = hidden[kept.to(hidden.device)][None]
         return output
 
-    hook = base_model.base_model.register_forward_hook(keep_scored)
+    hooks = [base_model.base_model.register_forward_hook(keep_scored)]
+    if routed is not None:
+        # The fused head would read the attention mask as one of padding, so only the backbone is asked.
+        inputs = {**inputs, "output_router_logits": False}
+        hooks.append(base_model.base_model.register_forward_pre_hook(ask_router, with_kwargs=True))
     try:
         outputs = model(**inputs, shift_labels=target_ids[kept][None], fused_lm_head=True)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     device = outputs.log_probs.device
     kept = kept.to(device)
 
@@ -64,4 +79,13 @@ def score_targets(
         entropy=spread(outputs.entropy),
         is_top1=spread(outputs.is_top1),
         label_mask=scored.to(device),
+        aux_loss=None if routed is None else _router_loss(base_model.config, router_logits, routed),
     )
+
+
+def _router_loss(config: PreTrainedConfig, router_logits: tuple[Tensor, ...], routed: Tensor) -> Tensor:
+    """The load-balancing loss over some tokens, from (NT, experts) logits for each layer."""
+    config = config.get_text_config()
+    chosen = routed.flatten()
+    logits = tuple(layer[chosen.to(layer.device)] for layer in router_logits)
+    return load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok)

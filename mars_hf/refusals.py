@@ -90,15 +90,14 @@ def refuse_config(config: PreTrainedConfig, device: torch.device) -> None:
         )
 
 
-def refuse_model(model: PreTrainedModel, device: torch.device, router_aux_loss_coef: float | None) -> None:
+def refuse_model(model: PreTrainedModel, device: torch.device) -> None:
     """Refuse a loaded model, not wrapped by PEFT.
 
     Args:
         device: where the model is trained.
-        router_aux_loss_coef: what the arguments set; None takes the one in the model's configuration.
 
     Raises:
-        ValueError: for a model that cannot be told positions, for a router loss, and as `refuse_config`.
+        ValueError: for a model that cannot be told positions, and as `refuse_config`.
     """
     refuse_config(model.config, device)
     text_config = model.config.get_text_config()
@@ -108,11 +107,3 @@ def refuse_model(model: PreTrainedModel, device: torch.device, router_aux_loss_c
             "MARS gives both streams the same positions, so it needs a model that reads `position_ids`, and "
             f"`{type(model).__name__}` does not. Use a model with rotary or learned positions."
         )
-    if hasattr(text_config, "output_router_logits"):
-        if router_aux_loss_coef is None:
-            router_aux_loss_coef = getattr(text_config, "router_aux_loss_coef", 0.0)
-        if router_aux_loss_coef != 0.0:
-            raise ValueError(
-                "MARS does not train with the auxiliary loss of a Mixture-of-Experts router: it reads the attention "
-                f"mask as one of padding. Set `router_aux_loss_coef=0.0` (it is {router_aux_loss_coef})."
-            )

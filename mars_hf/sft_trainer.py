@@ -162,7 +162,7 @@ class MarsSFTTrainer(SFTTrainer):
         Returns:
             The tokenizer, and the PEFT configuration, which trains the mask token's embedding.
         """
-        refuse_model(_base_model(model), args.device, args.router_aux_loss_coef)
+        refuse_model(_base_model(model), args.device)
         if processing_class is None:
             processing_class = AutoProcessor.from_pretrained(
                 get_config_model_id(model.config), revision=revision, trust_remote_code=args.trust_remote_code
@@ -217,6 +217,7 @@ class MarsSFTTrainer(SFTTrainer):
                 "position_ids": inputs["position_ids"],
                 "use_cache": False,
             },
+            routed=inputs["stream_ids"] != PADDING if self.aux_loss_enabled else None,
         )
         # With the model split across devices, the head is on another than the batch.
         scored = {key: value.to(outputs.log_probs.device) for key, value in inputs.items()}
@@ -234,6 +235,10 @@ class MarsSFTTrainer(SFTTrainer):
         # As in `SFTTrainer`: `num_items_in_batch` counts the targets of every rank, and DDP averages the gradients.
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        if self.aux_loss_enabled:
+            # As in `SFTTrainer`: a mean over the micro-batch, so accumulation takes the mean of these.
+            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss.to(loss.device) / steps
         self._log_streams(outputs, scored)
         if not return_outputs:
             return loss
@@ -275,6 +280,8 @@ class MarsSFTTrainer(SFTTrainer):
         if mode == "train":
             self._total_train_tokens += int(total["tokens"]) // self._tp_size
         metrics["num_tokens"] = [self._total_train_tokens]
+        if self.aux_loss_enabled:
+            metrics["aux_loss"].append(self.accelerator.gather_for_metrics(outputs.aux_loss.detach()).mean().item())
         for name, value in stream_metrics(total, block_size).items():
             metrics[name].append(value)
 

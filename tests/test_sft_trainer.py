@@ -40,6 +40,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from mars_hf.collator import DataCollatorForMars, batch_layout
+from mars_hf.masks import PADDING, Layout, dense_mask
 from mars_hf.sft_config import MarsSFTConfig, as_mars_config
 from mars_hf.sft_trainer import MarsSFTTrainer
 
@@ -506,6 +507,52 @@ def test_pads_to_a_multiple(tmp_path):
     assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def router_loss(model, batch, block_size):
+    """Experts times the sum over them of (share of the choices) x (mean probability), row by row without padding."""
+    layout = batch_layout(batch, block_size)
+    chosen, probabilities = [], []
+
+    def record(module, args, output):
+        logits = args[0].flatten(0, -2) @ module.weight.T
+        probabilities.append(logits.softmax(-1))
+        chosen.append(torch.nn.functional.one_hot(logits.topk(module.top_k).indices, logits.shape[-1]))
+
+    hooks = [layer.mlp.gate.register_forward_hook(record) for layer in model.model.layers]
+    for row in range(len(batch["input_ids"])):
+        real = batch["stream_ids"][row] != PADDING
+        mask = dense_mask(Layout(*(field[row : row + 1, real] for field in layout)))
+        ids, positions = (batch[name][row : row + 1, real] for name in ("input_ids", "position_ids"))
+        model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    share = torch.cat(chosen).float().mean(0).sum(0)
+    return share.shape[0] * (share * torch.cat(probabilities).mean(0)).sum()
+
+
+def test_router_loss_counts_the_tokens_of_both_streams(tmp_path):
+    trainer = make_trainer(tmp_path, small_mixtral(), router_aux_loss_coef=0.5, mars_block_size=3)
+    without = make_trainer(tmp_path, small_mixtral(), router_aux_loss_coef=0.0, mars_block_size=3)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    assert (batch["stream_ids"] == PADDING).any()
+    loss = trainer.compute_loss(trainer.model.train(), dict(batch))
+    actual = gradients(trainer.model, loss)
+    model = without.model.train()
+    expected = without.compute_loss(model, dict(batch)) + 0.5 * router_loss(model, batch, 3)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(actual, gradients(model, expected))
+    assert trainer._metrics["train"]["aux_loss"] == pytest.approx([router_loss(model, batch, 3).item()], rel=1e-5)
+    assert "aux_loss" not in without._metrics["train"]
+
+
+def test_router_loss_is_averaged_over_accumulation(tmp_path):
+    options = {"data": PROMPT[:1] * 4, "router_aux_loss_coef": 0.5, "mars_block_size": 3, **ONE_STEP}
+    weights, (log,) = train(make_trainer(tmp_path, small_mixtral(), per_device_train_batch_size=4, **options))
+    batches = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    other_weights, (other,) = train(make_trainer(tmp_path, small_mixtral(), **batches, **options))
+    assert other["loss"] == pytest.approx(log["loss"], rel=1e-5)
+    assert_same_weights(other_weights, weights, 5e-6)
+
+
 # Arguments
 
 
@@ -739,7 +786,8 @@ def wide_model(name, attention):
 
 
 def small_mixtral():
-    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1))
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2))
 
 
 def with_attention(implementation):
@@ -763,7 +811,6 @@ REFUSED_MODELS = {
         ),
         "needs a model that reads `position_ids`, and `FalconForCausalLM` does not",
     ),
-    "router": (small_mixtral, r"Set `router_aux_loss_coef=0\.0` \(it is 0\.001\)"),
     "flash": (lambda: with_attention("flash_attention_2"), "`flash_attention_2` does not"),
     "flex": (lambda: with_attention("flex_attention"), "`flex_attention` has no backward pass on CPU"),
     "peft": (lambda: get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"])), WRAPPED),
@@ -782,12 +829,6 @@ def test_refused_models(tmp_path, case):
     make, message = REFUSED_MODELS[case]
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, make(), mars_block_size=2)
-
-
-def test_mixtral_trains_without_router_loss(tmp_path):
-    trainer = make_trainer(tmp_path, small_mixtral(), router_aux_loss_coef=0.0, mars_block_size=2, max_steps=1)
-    _, (log,) = train(trainer)
-    assert math.isfinite(log["mask_loss"])
 
 
 def test_weights_are_not_loaded_for_a_refusal(tmp_path, saved):

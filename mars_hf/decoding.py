@@ -27,6 +27,7 @@ from transformers.generation import (
 )
 
 from .acceptance import accepted_length, confidence_of, cut_after_first, is_confident
+from .drafting import DraftProposer
 from .options import MarsOptions, MarsStep, check_threshold
 from .proposing import BlockProposer, CursorProposer, Proposer
 from .records import TokenRecord
@@ -91,13 +92,14 @@ class MarsDecoder:
         self.state = DecodingState(
             input_ids,
             min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)),
-            options.block_size,
+            # A lossless step reaches twice its drafts ahead: the last draft has its own group of [MASK]s.
+            max(options.block_size, 2 * options.draft_length + 1),
             options.mask_token_id,
             model_kwargs.get("attention_mask"),
             model_kwargs.get("position_ids"),
             hidden=0 if embeds is None else embeds.shape[1] - input_ids.shape[1],
         )
-        self.proposer = make_proposer(model, options, model_kwargs)
+        self.proposer = make_proposer(model, options, model_kwargs, self.device)
         wants = generation_config.return_dict_in_generate
         self.scores = TokenRecord(self.state) if wants and generation_config.output_scores else None
         self.logits = TokenRecord(self.state) if wants and generation_config.output_logits else None
@@ -113,9 +115,11 @@ class MarsDecoder:
             self._commit(tokens, accepted, ended)
         return self._output()
 
-    def _threshold(self) -> Tensor:
-        """(N, 1) thresholds of this step."""
+    def _threshold(self) -> Tensor | None:
+        """(N, 1) thresholds of this step; None where the drafts decide."""
         state, threshold = self.state, self.options.threshold
+        if threshold is None:
+            return None
         if callable(threshold):
             history = torch.stack(state.accepted_lengths or [torch.zeros(state.batch, dtype=torch.long)])
             seconds = time.perf_counter() - self.started
@@ -125,7 +129,7 @@ class MarsDecoder:
             return threshold.to(self.device)[state.rows, None]
         return torch.full((len(state.host_rows), 1), threshold, dtype=torch.float32, device=self.device)
 
-    def _accept(self, logits: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _accept(self, logits: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Choose the candidates and cut them: tokens (N, B), accepted (N,) and ended (N,)."""
         if self.other_criteria or not all(type(processor) in PREFIX_FREE for processor in self.processors):
             return self._accept_one_by_one(logits, threshold)
@@ -135,8 +139,7 @@ class MarsDecoder:
             scores = self.processors(no_prefix, scores.flatten(0, 1)).view_as(logits)
         self._record(self.state.length, logits, scores)
         tokens = self._choose(scores)
-        confidence = confidence_of(logits, tokens, self.options.confidence)
-        accepted = accepted_length(is_confident(confidence, threshold, self.options.confidence))
+        accepted = accepted_length(self._is_acceptable(logits, tokens, threshold))
         accepted = accepted.minimum(self.state.max_length - self.state.length)
         accepted, ended = cut_after_first(tokens, accepted, self.stop_tokens)
         waiting = self.proposer.waiting(self.state)
@@ -144,6 +147,14 @@ class MarsDecoder:
             going = ~torch.tensor(waiting, device=self.device)
             accepted, ended = accepted * going, ended & going
         return tokens, accepted, ended | (self.state.length + accepted >= self.state.max_length)
+
+    def _is_acceptable(self, logits: Tensor, tokens: Tensor, threshold: Tensor | None) -> Tensor:
+        """(N, B) bool: is the model sure of a candidate; in a lossless step, was the draft before it right."""
+        if threshold is None:
+            was_right = tokens[:, :-1] == self.proposer.drafts
+            return torch.nn.functional.pad(was_right, (1, 0), value=True)
+        confidence = confidence_of(logits, tokens, self.options.confidence)
+        return is_confident(confidence, threshold, self.options.confidence)
 
     def _ban_mask(self, scores: Tensor) -> Tensor:
         """A [MASK] is never a token of the text."""
@@ -163,7 +174,7 @@ class MarsDecoder:
             if record is not None:
                 record.write(rows, columns - self.state.prompt, values)
 
-    def _accept_one_by_one(self, logits: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _accept_one_by_one(self, logits: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """As `_accept`, showing every processor and every stopping criterion the true prefix of every token.
 
         Candidate k of a row is looked at only once candidate k-1 is accepted and has not ended the row.
@@ -177,29 +188,33 @@ class MarsDecoder:
         for k in range(window):
             for column in sorted({lengths[row] + k for row in alive}):
                 members = [row for row in alive if lengths[row] + k == column]
-                chosen, sure = self._judge(logits[:, k], members, column, threshold)
-                tokens[members, k] = chosen
-                keep = [row for row, is_sure in zip(members, sure, strict=True) if is_sure or k == 0]
+                tokens[members, k] = self._judge(logits[:, k], members, column)
+                keep = members
+                if k > 0 and threshold is not None:
+                    sure = self._is_acceptable(logits[members, k, None], tokens[members, k, None], threshold[members])
+                    keep = [row for row, is_sure in zip(members, sure[:, 0].tolist(), strict=True) if is_sure]
                 accepted[keep] += 1
                 ended[keep] = self._take(keep, tokens[:, k], column)
             alive = [row for row in alive if accepted[row] == k + 1 and not ended[row]]
+            if threshold is None and k + 1 < window:
+                # Behind a wrong draft no candidate has a true prefix.
+                was_right = (tokens[:, k] == self.proposer.drafts[:, k]).tolist()
+                alive = [row for row in alive if was_right[row]]
         return tokens, accepted.to(self.device), ended.to(self.device)
 
-    def _judge(self, logits: Tensor, members: list[int], column: int, threshold: Tensor) -> tuple[Tensor, list[bool]]:
-        """Choose the token of one column for the rows `members`, and say whether the model is sure of it.
+    def _judge(self, logits: Tensor, members: list[int], column: int) -> Tensor:
+        """Choose the token of one column for the rows `members`, (len(members),), from raw logits (N, V).
 
         Processors get the whole batch in its order, since some know their rows by number. Rows that are not asked
         about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read.
         """
-        state, own = self.state, logits[members]
+        state = self.state
         scores = logits.new_zeros(state.batch, logits.shape[-1])
         scores[state.rows] = self._ban_mask(logits)
         scores = self.processors(state.tokens[:, state.hidden : column], scores)[state.rows[members]]
         columns = torch.full((len(members),), column, device=self.device)
-        self._record(columns, own[:, None], scores[:, None], state.rows[members])
-        chosen = self._choose(self._ban_mask(scores))
-        confidence = confidence_of(own[:, None], chosen[:, None], self.options.confidence)
-        return chosen, is_confident(confidence, threshold[members], self.options.confidence)[:, 0].tolist()
+        self._record(columns, logits[members, None], scores[:, None], state.rows[members])
+        return self._choose(self._ban_mask(scores))
 
     def _take(self, keep: list[int], chosen: Tensor, column: int) -> Tensor:
         """Write accepted tokens of one column and ask the stopping criteria about them: ended, (len(keep),) bool."""
@@ -220,6 +235,7 @@ class MarsDecoder:
         """Write the accepted tokens, stream them, and let ended rows leave the batch."""
         before = self.state.host_length[0]
         going = self.state.advance(tokens, accepted, ended)
+        self.proposer.settle(self.state, accepted)
         if self.streamer is not None:
             for token in self.state.tokens[0, before : self.state.host_length[0]].cpu():
                 self.streamer.put(token[None])
@@ -246,10 +262,15 @@ class MarsDecoder:
         )
 
 
-def make_proposer(model: PreTrainedModel, options: MarsOptions, model_kwargs: dict[str, Any]) -> Proposer:
-    """The forward of a step, by the kind of cache."""
+def make_proposer(
+    model: PreTrainedModel, options: MarsOptions, model_kwargs: dict[str, Any], device: torch.device
+) -> Proposer:
+    """The forward of a step, by what it proposes and by the kind of cache."""
     if options.cache == "none":
         return Proposer(model, options.block_size)
+    cache = model_kwargs["cache"]
+    if options.draft_length:
+        return DraftProposer(model, options.draft_length, cache, model_kwargs, device)
     if options.cache == "block":
-        return BlockProposer(model, options.block_size, model_kwargs["cache"], model_kwargs, options.cache_block_size)
-    return CursorProposer(model, options.block_size, model_kwargs["cache"], model_kwargs)
+        return BlockProposer(model, options.block_size, cache, model_kwargs, options.cache_block_size)
+    return CursorProposer(model, options.block_size, cache, model_kwargs)

@@ -40,6 +40,7 @@ class MarsGenerationMixin(GenerationMixin):
         mars_cache_block_size: int | None = None,
         mars_confidence: str | None = None,
         mars_lossless: bool | None = None,
+        mars_draft_length: int | None = None,
         **kwargs: Any,
     ) -> Tensor | MarsGenerateOutput:
         """Generate as `transformers.GenerationMixin.generate` does, several tokens per forward pass.
@@ -57,7 +58,9 @@ class MarsGenerationMixin(GenerationMixin):
             mars_cache_block_size: tokens of a block of the block cache, 16 or 32 in the paper.
             mars_confidence: "probability" of the candidate, "margin" over the runner-up, or "entropy" in nats, which
                 must not exceed the threshold.
-            mars_lossless: let the model confirm its own candidates.
+            mars_lossless: let the model confirm its own drafts instead of trusting them by a threshold: greedy tokens
+                are those of plain autoregressive decoding, sampled ones follow its distribution.
+            mars_draft_length: drafts that a lossless step confirms; by default `mars_block_size - 1`.
 
         Returns:
             The sequences, or with `return_dict_in_generate=True` a `MarsGenerateOutput`.
@@ -72,12 +75,11 @@ class MarsGenerationMixin(GenerationMixin):
             "mars_cache_block_size": mars_cache_block_size,
             "mars_confidence": mars_confidence,
             "mars_lossless": mars_lossless,
+            "mars_draft_length": mars_draft_length,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        if given.get("mars_threshold") is not None and kwargs.get("custom_generate") is not None:
-            raise ValueError(
-                "`mars_threshold` and `custom_generate` both replace the decoding loop. Pass one of them."
-            )
+        if ("mars_threshold" in given or mars_lossless) and kwargs.get("custom_generate") is not None:
+            raise ValueError("MARS and `custom_generate` both replace the decoding loop. Leave one of them out.")
         return super().generate(*args, **given, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,9 +110,7 @@ class MarsGenerationMixin(GenerationMixin):
     ) -> None:
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
         generation_config._mars_options = None
-        if generation_config.mars_lossless:
-            raise ValueError("`mars_lossless=True` is not available in this version. Set `mars_threshold` instead.")
-        if generation_config.mars_threshold is None:
+        if generation_config.mars_threshold is None and not generation_config.mars_lossless:
             return
         options = resolve_options(generation_config)
         if options.is_autoregressive:
@@ -157,7 +157,7 @@ class MarsGenerationMixin(GenerationMixin):
                 f"MARS decodes decoder-only models, and `{self.config.model_type}` is an encoder-decoder. Unset "
                 "`mars_threshold`."
             )
-        if "position_ids" not in inspect.signature(self.forward).parameters:
+        if "position_ids" not in inspect.signature(type(self).forward).parameters:
             raise ValueError(
                 f"MARS needs a model whose forward takes `position_ids`, and `{type(self).__name__}` does not. Unset "
                 "`mars_threshold`."

@@ -125,6 +125,29 @@ def decode_mask(columns: Tensor, key_mask: Tensor, window: int | None = None) ->
     return allowed[:, None]
 
 
+def tree_mask(cursor: Tensor, key_mask: Tensor, tree: Tensor, depth: Tensor, window: int | None = None) -> Tensor:
+    """The mask of a step whose tokens form a tree behind each row's committed tokens.
+
+    Args:
+        cursor: (N,) committed slots of each row; token i of the step stands in slot `cursor + i`.
+        key_mask: (N, K) bool, False for padding columns.
+        tree: (Q, Q) bool, which tokens of the step each of them sees, itself included.
+        depth: (Q,) positions of the step's tokens, counted from the first one.
+        window: sliding window in tokens, or None.
+
+    Returns:
+        (N, 1, Q, K) bool.
+    """
+    step = torch.arange(key_mask.shape[1], device=cursor.device) - cursor[:, None]
+    committed, place = step < 0, step.clamp(0, len(depth) - 1)
+    in_step = (step >= 0) & (step < len(depth))
+    allowed = (committed & key_mask)[:, None] | (tree[:, place].transpose(0, 1) & in_step[:, None])
+    if window is not None:
+        key_depth = step.where(committed, depth[place])
+        allowed = allowed & (depth[:, None] - key_depth[:, None] < window)
+    return allowed[:, None]
+
+
 def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
     """The kinds of attention layer of a model and the sliding window of each, None for full attention.
 

@@ -26,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "mars_cache_block_size": 32,
     "mars_confidence": "probability",
     "mars_lossless": False,
+    "mars_draft_length": None,
 }
 CACHES = ("cursor", "block", "none")
 
@@ -55,25 +56,27 @@ class MarsOptions:
     """The checked `mars_*` arguments of one `generate` call.
 
     Attributes:
-        threshold: a float, (N,) thresholds, or a callable asked before each step.
+        threshold: a float, (N,) thresholds, or a callable asked before each step; None for lossless decoding.
         block_size: candidates of a step (B).
         mask_token_id: id of [MASK].
         cache: one of `CACHES`.
         cache_block_size: tokens of a block of the block cache.
         confidence: a measure of `acceptance.confidence_of`.
+        draft_length: drafts that a lossless step confirms; 0 for decoding by threshold.
     """
 
-    threshold: Threshold
+    threshold: Threshold | None
     block_size: int
     mask_token_id: int
     cache: str
     cache_block_size: int
     confidence: str
+    draft_length: int = 0
 
     @property
     def is_autoregressive(self) -> bool:
         """Whether no candidate but the first could ever be accepted, so that the stock loop does the same for less."""
-        if callable(self.threshold) or self.confidence == "entropy":
+        if self.draft_length or callable(self.threshold) or self.confidence == "entropy":
             return False
         return bool((torch.as_tensor(self.threshold) >= 1.0).all())
 
@@ -99,12 +102,34 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
         check_count("mars_cache_block_size", cache_block_size, block_size)
     if config.mars_confidence not in CONFIDENCES:
         raise ValueError(f"`mars_confidence` must be one of {', '.join(CONFIDENCES)}, got {config.mars_confidence!r}.")
-    threshold = config.mars_threshold
-    if not callable(threshold):
-        threshold = check_threshold(threshold, config.mars_confidence)
-    return MarsOptions(
-        threshold, block_size, mask_token_id, config.mars_cache, cache_block_size, config.mars_confidence
-    )
+    options = MarsOptions(None, block_size, mask_token_id, config.mars_cache, cache_block_size, config.mars_confidence)
+    if config.mars_lossless:
+        options.draft_length = resolve_draft_length(config)
+    elif callable(config.mars_threshold):
+        options.threshold = config.mars_threshold
+    else:
+        options.threshold = check_threshold(config.mars_threshold, config.mars_confidence)
+    return options
+
+
+def resolve_draft_length(config: GenerationConfig) -> int:
+    """Check what goes together with `mars_lossless`; the drafts of a step are one fewer than the window by default.
+
+    Raises:
+        ValueError: for a threshold, a cache without cursors, or a draft length below 1.
+    """
+    if config.mars_threshold is not None:
+        raise ValueError(
+            "`mars_lossless=True` accepts what the model itself confirms, and `mars_threshold` what it is sure of. "
+            "Unset one of them (also in `model.generation_config`)."
+        )
+    if config.mars_cache != "cursor":
+        raise ValueError(f"`mars_lossless=True` needs `mars_cache='cursor'`, got {config.mars_cache!r}.")
+    draft_length = config.mars_draft_length
+    if draft_length is None:
+        draft_length = max(config.mars_block_size - 1, 1)
+    check_count("mars_draft_length", draft_length, 1)
+    return draft_length
 
 
 def check_count(name: str, value: Any, least: int) -> None:

@@ -27,6 +27,8 @@ class Proposer:
     def __init__(self, model: PreTrainedModel, window: int) -> None:
         self.model, self.window = model, window
         self.num_forwards = 0
+        # Tokens that the next candidates take for granted, where a proposer has such; only lossless steps do.
+        self.drafts = torch.empty(0, 0, dtype=torch.long)
 
     def waiting(self, state: DecodingState) -> list[bool]:
         """Which of the N rows sit this step out."""
@@ -48,6 +50,9 @@ class Proposer:
         """One forward pass of the model; its logits."""
         self.num_forwards += 1
         return self.model(**inputs, return_dict=True).logits
+
+    def settle(self, state: DecodingState, accepted: Tensor) -> None:
+        """Take note of what each of the N rows accepted (N,), before rows that have ended leave."""
 
     def keep_rows(self, rows: list[int]) -> list[int]:
         """Keep these of the N rows; returns the order that they are in from now on."""

@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from mars_hf import AutoMarsModelForCausalLM, MarsCache, MarsGenerationMixin, get_mars_model
 
+LOSSLESS = {"mars_lossless": True, "mars_threshold": None}
 REFUSALS = {
     "threshold above one": ({"mars_threshold": 1.5}, r"`mars_threshold` must be in \(0, 1\]"),
     "threshold zero": ({"mars_threshold": 0.0}, r"`mars_threshold` must be in \(0, 1\]"),
@@ -37,7 +38,9 @@ REFUSALS = {
     "block size": ({"mars_block_size": 0}, "`mars_block_size` must be an integer of at least 1"),
     "block size float": ({"mars_block_size": 4.0}, "`mars_block_size` must be an integer of at least 1"),
     "cache": ({"mars_cache": "paged"}, "`mars_cache` must be"),
-    "lossless": ({"mars_lossless": True}, "not available in this version"),
+    "lossless": ({"mars_lossless": True}, "`mars_lossless=True` accepts what the model itself confirms"),
+    "draft length": ({**LOSSLESS, "mars_draft_length": 0}, "`mars_draft_length` must be an integer of at least 1"),
+    "lossless cache": ({**LOSSLESS, "mars_cache": "block"}, "needs `mars_cache='cursor'`"),
     "beams": ({"num_beams": 2}, "`num_beams > 1` cannot be combined"),
     "beam sample": ({"num_beams": 2, "do_sample": True}, "`num_beams > 1` cannot be combined"),
     "assistant": ({"assistant_model": tiny_model()}, "`assistant_model` and `prompt_lookup_num_tokens` cannot"),

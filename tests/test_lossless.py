@@ -1,0 +1,156 @@
+"""Lossless decoding: the tokens of stock `generate`, in fewer forward passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decoding_models import EOS, FAMILIES, MASK, PAD, left_pad, random_prompts, tiny_model
+from test_features import TailMatch
+from transformers import StoppingCriteriaList
+
+from mars_hf.drafting import DraftTree
+from mars_hf.masks import tree_mask
+
+MAX_NEW = 24
+
+
+def lossless(model, inputs, **kwargs):
+    kwargs = {"max_new_tokens": MAX_NEW, "do_sample": False, "return_dict_in_generate": True, **kwargs}
+    return model.generate(**inputs, mars_lossless=True, **kwargs)
+
+
+def stock(model, inputs, **kwargs):
+    kwargs = {"max_new_tokens": MAX_NEW, "do_sample": False, "suppress_tokens": [MASK], **kwargs}
+    return model.generate(**inputs, **kwargs)
+
+
+def agreeing_model(family: str = "llama", seed: int = 0, **overrides):
+    """A model that often confirms its drafts: its text is ruled by the position, which a [MASK] knows as well."""
+    model = tiny_model(family, seed=seed, **overrides)
+    with torch.no_grad():
+        # All tokens look alike but a little, so that what is attended to says more than what stands there.
+        embedding = model.get_input_embeddings().weight
+        embedding.copy_(embedding.mean(0) + 0.05 * embedding)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("draft_length", [1, 3, 5])
+def test_equals_stock_generate(family, draft_length):
+    model = agreeing_model(family)
+    inputs = left_pad(random_prompts([5, 11, 3, 8]))
+    output = lossless(model, inputs, mars_draft_length=draft_length)
+    assert torch.equal(output.sequences, stock(model, inputs))
+    assert output.accepted_lengths.max() <= draft_length + 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+def test_drafts_are_confirmed(family):
+    model = agreeing_model(family)
+    output = lossless(model, left_pad(random_prompts([5, 11, 3, 8])), eos_token_id=None)
+    assert output.tokens_per_forward.mean() > 1.25
+
+
+def test_draft_tree_against_its_definition():
+    draft_length, cursors, columns = 3, torch.tensor([4, 6]), 22
+    tree = DraftTree(draft_length, torch.device("cpu"))
+    # What each token of the forward is: ("chain", i) or ("mask", group, j).
+    tokens = [("chain", i) for i in range(4)] + [("mask", g, j) for g in range(4) for j in range(1, 4)]
+    depth = [token[1] if token[0] == "chain" else token[1] + token[2] for token in tokens]
+    assert tree.depth.tolist() == depth
+    key_mask = torch.ones(2, columns, dtype=torch.bool)
+    key_mask[1, :2] = False
+    for window in (None, 5):
+        mask = tree_mask(cursors, key_mask, tree.sees, tree.depth, window)
+        for row, cursor in enumerate(cursors.tolist()):
+            for q, query in enumerate(tokens):
+                for slot in range(columns):
+                    key = tokens[slot - cursor] if cursor <= slot < cursor + len(tokens) else None
+                    if slot < cursor:
+                        allowed, distance = bool(key_mask[row, slot]), cursor + depth[q] - slot
+                    elif key is None:
+                        allowed, distance = False, 0
+                    else:
+                        distance = depth[q] - depth[slot - cursor]
+                        if key[0] == "chain":
+                            allowed = key[1] <= query[1]
+                        else:
+                            allowed = query[0] == "mask" and query[1] == key[1] and key[2] <= query[2]
+                    if window is not None:
+                        allowed = allowed and distance < window
+                    assert mask[row, 0, q, slot] == allowed, (row, query, slot)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 9},
+        {"bad_words_ids": [[17], [23, 5]]},
+        {"eos_token_id": [EOS, 7, 11, 30]},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2},
+        {"max_new_tokens": 7},
+    ],
+)
+def test_processors_and_limits_equal_stock_generate(kwargs):
+    model = agreeing_model(seed=1)
+    inputs = left_pad(random_prompts([6, 9, 4]), extra=3)
+    output = lossless(model, inputs, **kwargs)
+    assert torch.equal(output.sequences, stock(model, inputs, **kwargs))
+
+
+def test_stateful_criteria_equal_stock_generate():
+    model = agreeing_model(seed=2, eos_token_id=None)
+    inputs = left_pad(random_prompts([6, 9, 4]))
+    free = stock(model, inputs)[:, 9:]
+    wanted = [free[0, 3:5].tolist(), free[1, 8:10].tolist(), free[2, 14:16].tolist()]
+    ours = lossless(model, inputs, stopping_criteria=StoppingCriteriaList([TailMatch(wanted, 9)]))
+    assert ours.accepted_lengths.max() > 1
+    for row, text in enumerate(free.tolist()):
+        end = next(k for k in range(2, len(text) + 1) if text[k - 2 : k] == wanted[row])
+        length = int(ours.accepted_lengths[row].sum())
+        assert ours.sequences[row, 9 : 9 + length].tolist() == text[:end]
+        assert (ours.sequences[row, 9 + length :] == PAD).all()
+
+
+def test_next_turn_and_embeddings():
+    model = agreeing_model(seed=3)
+    first = lossless(model, left_pad(random_prompts([7])))
+    text = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=-1)
+    second = lossless(model, {"input_ids": text, "cache": first.cache})
+    assert torch.equal(second.sequences, stock(model, {"input_ids": text}))
+    embeds = model.get_input_embeddings()(text)
+    assert torch.equal(lossless(model, {"inputs_embeds": embeds}).sequences, second.sequences[:, text.shape[1] :])
+
+
+def test_num_forwards_and_scores():
+    model = agreeing_model()
+    inputs = left_pad(random_prompts([6, 9]))
+    calls = []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    output = lossless(model, inputs, output_scores=True)
+    hook.remove()
+    assert output.num_forwards == len(calls) == output.accepted_lengths.shape[1]
+    expected = stock(model, inputs, output_scores=True, return_dict_in_generate=True)
+    for step, (ours, theirs) in enumerate(zip(output.scores, expected.scores, strict=True)):
+        going = output.accepted_lengths.sum(-1) > step
+        torch.testing.assert_close(ours[going], theirs[going], atol=1e-3, rtol=1e-3)
+
+
+def test_sampling_follows_the_ar_distribution():
+    model = agreeing_model(vocab_size=61)
+    prompt = left_pad(random_prompts([6]))
+    many = {key: value.expand(3000, -1) for key, value in prompt.items()}
+    kwargs = {"do_sample": True, "temperature": 0.7, "top_k": 4, "max_new_tokens": 3, "eos_token_id": None}
+    torch.manual_seed(0)
+    ours = lossless(model, many, **kwargs)
+    torch.manual_seed(1)
+    theirs = stock(model, many, **kwargs)
+    assert ours.tokens_per_forward.mean() > 1.05
+    for draws in (lambda s: s[:, 6], lambda s: s[:, 7], lambda s: s[:, 7] * 61 + s[:, 8]):
+        size = 61 * 61
+        a = torch.bincount(draws(ours.sequences), minlength=size) / 3000
+        b = torch.bincount(draws(theirs), minlength=size) / 3000
+        assert 0.5 * (a - b).abs().sum() < 0.05

@@ -51,6 +51,7 @@ def score_targets(
     def ask_router(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "output_router_logits": True}
 
+    @torch.compiler.disable  # how many positions are scored differs between batches
     def keep_scored(module: nn.Module, args: Any, output: Any) -> Any:
         nonlocal router_logits
         router_logits = getattr(output, "router_logits", None) or ()

@@ -36,6 +36,11 @@ def refuse_arguments(
         raise ValueError(
             "Label smoothing needs the logits, which MARS does not build. Set `label_smoothing_factor=0.0`."
         )
+    if args.activation_offloading and args.device.type == "cpu":
+        raise ValueError(
+            "Activation offloading takes activations off an accelerator, and there is none here. Set "
+            "`activation_offloading=False`."
+        )
     refuse_parallelism(args.parallelism_config)
 
 

@@ -31,6 +31,7 @@ from trl.trainer.utils import (
 )
 
 from .collator import DataCollatorForMars, batch_layout, predicts_own_block, wrap_documents
+from .end_of_turn import record_end_of_turn
 from .fused_head import make_head_readable, score_targets
 from .losses import TokenScores, mars_loss, stream_metrics, stream_sums
 from .mask_token import add_mask_token, find_mask_token, train_mask_row
@@ -192,6 +193,7 @@ class MarsSFTTrainer(SFTTrainer):
         generation_config = _base_model(self.model).generation_config
         generation_config.mars_block_size = self.args.mars_block_size
         generation_config.mars_mask_token_id = self._mask_token_id
+        record_end_of_turn(generation_config, self._tokenizer, self.train_dataset, self.chat_template)
         # Otherwise loading takes the generation config for a copy of the model's, and drops these entries.
         generation_config._from_model_config = False
         # So that `trainer.model.generate(mars_threshold=...)` works as soon as training is done.

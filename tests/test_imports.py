@@ -24,7 +24,8 @@ TABLE = {
     "cache": set(),
     "mask_token": set(),
     "collator": {"masks"},
-    "refusals": {"masks", "mask_token"},
+    "refusals": {"masks"},
+    "end_of_turn": set(),
     "fused_head": set(),
     "sft_config": {"collator"},
     "options": {"acceptance"},
@@ -35,7 +36,17 @@ TABLE = {
     "decoding": {"acceptance", "options", "state", "records", "proposing", "drafting"},
     "generation": {"masks", "cache", "options", "decoding"},
     "modeling": {"generation"},
-    "sft_trainer": {"masks", "losses", "mask_token", "collator", "refusals", "fused_head", "sft_config", "modeling"},
+    "sft_trainer": {
+        "masks",
+        "losses",
+        "mask_token",
+        "collator",
+        "refusals",
+        "fused_head",
+        "sft_config",
+        "modeling",
+        "end_of_turn",
+    },
 }
 
 

@@ -111,7 +111,8 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
 
     def _row(self, documents: list[Document]) -> dict[str, Tensor]:
         """One row, unpadded: the clean streams of its documents, then their masked streams."""
-        clean, masked = [], []
+        clean: list[dict[str, Tensor]] = []
+        masked: list[dict[str, Tensor]] = []
         grid_start = 0
         for number, document in enumerate(documents):
             for stream, parts in zip(self._two_streams(document), (clean, masked), strict=True):

@@ -3,7 +3,8 @@
     python recipes/benchmark_training.py --model path/to/model --gsm8k path/to/gsm8k/train.jsonl
 
 Every form takes a step on the same batch before any takes the next, so that whatever else the machine does falls on
-all alike; figures are medians over the steps. The floor is (tokens of both streams that the loss needs) / (tokens of one).
+all alike; figures are medians over the steps. The floor is (tokens of both streams that the loss needs) / (tokens of
+one).
 Memory is the peak during a step, of one model with its gradients and optimizer; on CPU it is that of the process, and
 says little for batches of a few megabytes. `--fast` is a check that it runs.
 """

@@ -264,6 +264,26 @@ def test_settings_come_from_the_generation_config_and_arguments_win():
     assert model.generation_config.mars_threshold == 0.2
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_eager_attention_gives_the_same_tokens(family):
+    inputs = left_pad(random_prompts([6, 9, 4]))
+    sdpa, eager = tiny_model(family), tiny_model(family)
+    eager.set_attn_implementation("eager")
+    for kwargs in ({"mars_threshold": 0.1}, {"mars_lossless": True}):
+        outputs = [
+            model.generate(**inputs, max_new_tokens=MAX_NEW, do_sample=False, **kwargs) for model in (sdpa, eager)
+        ]
+        assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
+def test_attention_without_custom_masks_is_refused(implementation):
+    model = tiny_model()
+    model.config._attn_implementation_internal = implementation
+    with pytest.raises(ValueError, match=f"`{implementation}`"):
+        generate(model, left_pad(random_prompts([6])), 0.5)
+
+
 def test_bfloat16_decodes_several_tokens_a_step():
     output = generate(tiny_model(dtype=torch.bfloat16), left_pad(random_prompts([6, 4])), 0.2)
     assert output.tokens_per_forward.mean() > 1.2

@@ -33,7 +33,9 @@ def test_scores_and_logits_have_one_entry_per_token(extra):
     """With everything rejected but the first candidate, they must be those of stock `generate`."""
     model = tiny_model()
     inputs = left_pad(random_prompts([6, 9, 4]))
-    kwargs = {"output_scores": True, "output_logits": True, **extra}
+    # The first row ends early, so that candidates behind its end have been scored.
+    early = int(model.generate(**inputs, max_new_tokens=5, do_sample=False)[0, -1])
+    kwargs = {"output_scores": True, "output_logits": True, "eos_token_id": [EOS, early], **extra}
     common = {"max_new_tokens": MAX_NEW, "do_sample": False, "return_dict_in_generate": True}
     stock = model.generate(**inputs, **common, suppress_tokens=[MASK], **kwargs)
     # One row at a threshold that rejects all, so that no row takes the stock path.
@@ -46,6 +48,7 @@ def test_scores_and_logits_have_one_entry_per_token(extra):
         torch.testing.assert_close(ours.logits[step][going], stock.logits[step][going], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(ours.scores[step][going], stock.scores[step][going], atol=1e-4, rtol=1e-4)
         assert not ours.logits[step][~going].any()
+    assert lengths.min() < lengths.max()
 
 
 @pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.4}])

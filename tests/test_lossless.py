@@ -44,6 +44,39 @@ def test_equals_stock_generate(family, draft_length):
     assert output.accepted_lengths.max() <= draft_length + 1
 
 
+@torch.no_grad()
+def brute_force_lossless(model, prompt, draft_length, max_new=MAX_NEW):
+    """Lossless decoding of one prompt from its definition, with plain causal forwards: tokens accepted per step."""
+
+    def tokens_behind(text, count):
+        logits = model(torch.tensor([text])).logits[0, -count:]
+        return logits.index_fill(-1, torch.tensor(MASK), -torch.inf).argmax(-1).tolist()
+
+    text, drafts, counts = prompt.tolist(), [], []
+    while len(text) - len(prompt) < max_new and EOS not in text[len(prompt) :]:
+        checked = tokens_behind(text + drafts, len(drafts) + 1)
+        right = next((k for k, draft in enumerate(drafts) if checked[k] != draft), len(drafts))
+        text, new = text + drafts[:right], checked[: right + 1]
+        drafts = tokens_behind(text + [MASK] * draft_length, draft_length)
+        text = text + new[right:]
+        counts.append(right + 1)
+    extra = len(text) - len(prompt) - max_new
+    if EOS in text[len(prompt) :]:
+        extra = len(text) - len(prompt) - text[len(prompt) :].index(EOS) - 1
+    return [*counts[:-1], counts[-1] - max(extra, 0)]
+
+
+@pytest.mark.parametrize("draft_length", [2, 4])
+def test_every_step_accepts_what_the_definition_accepts(draft_length):
+    model = agreeing_model(seed=5)
+    prompts = random_prompts([5, 11, 3, 8, 6])
+    output = lossless(model, left_pad(prompts), mars_draft_length=draft_length)
+    for row, prompt in enumerate(prompts):
+        steps = output.accepted_lengths[row]
+        assert steps[steps > 0].tolist() == brute_force_lossless(model, prompt, draft_length)
+    assert output.tokens_per_forward.mean() > 1.25
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 def test_drafts_are_confirmed(family):
     model = agreeing_model(family)
@@ -60,7 +93,7 @@ def test_draft_tree_against_its_definition():
     assert tree.depth.tolist() == depth
     key_mask = torch.ones(2, columns, dtype=torch.bool)
     key_mask[1, :2] = False
-    for window in (None, 5):
+    for window in (None, 2, 5):
         mask = tree_mask(cursors, key_mask, tree.sees, tree.depth, window)
         for row, cursor in enumerate(cursors.tolist()):
             for q, query in enumerate(tokens):

@@ -1,0 +1,147 @@
+"""Measure a checkpoint: answers that are right, tokens per forward pass, and speed against stock `generate`."""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import datasets
+import evaluate
+from rich.progress import track
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass
+class Run:
+    """All that one setting of `generate` did with the prompts, over the rounds.
+
+    Attributes:
+        tokens: new tokens of each prompt, up to the end of its answer; the same in every round.
+        forwards: forward passes that each prompt took part in.
+        seconds: time in `generate`, one sum a round.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    forwards: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return sum(map(len, self.tokens)) / sum(self.forwards)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.tokens)) / median(self.seconds)
+
+    def speedup(self, stock: "Run") -> float:
+        """Tokens per second over those of `stock`, the median of the rounds."""
+        times = median(s / own for s, own in zip(stock.seconds, self.seconds, strict=True))
+        return times * sum(map(len, self.tokens)) / sum(map(len, stock.tokens))
+
+
+# How to call `generate`: stock (None), at a threshold, or "lossless".
+Setting = float | str | None
+
+# Checkpoints may come with sampling parameters, which greedy decoding would warn about.
+GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[str],
+    mars_settings: Sequence[Setting],
+    batch_size: int,
+    max_new_tokens: int,
+    rounds: int = 1,
+) -> dict[Setting, Run]:
+    """Answer the questions, as chats padded on the left, with stock `generate` (key None) and with each setting.
+
+    The settings take turns batch by batch, and change places from round to round, so that whatever else the machine
+    does meets them all alike. The clock runs in `generate` only.
+    """
+    settings: list[Setting] = [None, *mars_settings]
+    runs = {setting: Run(seconds=[0.0] * rounds) for setting in settings}
+    batches = [
+        tokenizer.apply_chat_template(
+            [[{"role": "user", "content": question}] for question in questions[i : i + batch_size]],
+            add_generation_prompt=True,
+            padding=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(model.device)
+        for i in range(0, len(questions), batch_size)
+    ]
+    for setting in settings:  # the first call of each pays for what later ones find ready
+        answer(model, batches[0], setting, max_new_tokens)
+    jobs = [
+        (number, batch, settings[(number + turn) % len(settings)])
+        for number in range(rounds)
+        for batch in batches
+        for turn in range(len(settings))
+    ]
+    for number, batch, setting in track(jobs, f"{len(questions)} problems, batch size {batch_size}"):
+        tokens, forwards, seconds = answer(model, batch, setting, max_new_tokens)
+        runs[setting].seconds[number] += seconds
+        if number == 0:
+            runs[setting].tokens += tokens
+            runs[setting].forwards += forwards
+    return runs
+
+
+def answer(
+    model: PreTrainedModel, batch: BatchEncoding, setting: Setting, max_new_tokens: int
+) -> tuple[list[list[int]], list[int], float]:
+    """Generate greedily: new tokens and forward passes of each row, and the seconds it took."""
+    mars: dict[str, Any] = {"mars_lossless": True} if setting == "lossless" else {"mars_threshold": setting}
+    started = time.perf_counter()
+    output = model.generate(**batch, **mars, **GREEDY, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
+    sequences = output.sequences.tolist()  # waits for the accelerator, if there is one
+    seconds = time.perf_counter() - started
+    stops = model.generation_config.eos_token_id
+    stops = set(stops if isinstance(stops, list) else [stops])
+    tokens = [until_stop(row[batch["input_ids"].shape[1] :], stops) for row in sequences]
+    if setting is None:
+        return tokens, [len(row) for row in tokens], seconds
+    return tokens, (output.accepted_lengths > 0).sum(-1).tolist(), seconds
+
+
+def until_stop(tokens: list[int], stops: set[int]) -> list[int]:
+    """The tokens up to the first stop token, which is kept: what follows is padding."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[:end]
+
+
+class FinalAnswer(evaluate.Metric):
+    """Share of replies whose number after `####` is that of the reference, with a 95% Wilson interval."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        text = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description=self.__doc__,
+            citation="",
+            features=datasets.Features({"predictions": text, "references": text}),
+        )
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        right = sum(
+            final_answer(prediction) is not None and final_answer(prediction) == final_answer(reference)
+            for prediction, reference in zip(predictions, references, strict=True)
+        )
+        low, high = wilson_interval(right, len(references))
+        return {"accuracy": right / len(references), "low": low, "high": high}
+
+
+def final_answer(text: str) -> float | None:
+    match = re.search(r"####\s*(-?[\d,]*\.?\d+)", text)
+    return float(match[1].replace(",", "")) if match else None
+
+
+def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95% interval of a share; unlike the textbook one it is of use near 0 and 1."""
+    share = right / count
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * (share * (1 - share) / count + z**2 / (4 * count**2)) ** 0.5
+    return max(0.0, middle - half), min(1.0, middle + half)

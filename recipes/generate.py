@@ -1,0 +1,86 @@
+"""Generate text with a MARS checkpoint; the text goes to stdout, the figures to stderr.
+
+python recipes/generate.py mars-quickstart "Tom has 37 apples. Tom buys 25 more. How many apples does Tom have now?"
+python recipes/generate.py path/or/repo --file prompts.txt --mars_threshold 0.8
+echo "Write a haiku." | python recipes/generate.py path/or/repo --mars_threshold 1.0
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, TextStreamer
+
+from mars_hf import AutoMarsModelForCausalLM, get_mars_model
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a checkpoint: a folder or a name on the Hub")
+    parser.add_argument("prompts", nargs="*", help="prompts; without them they are read from --file or stdin")
+    parser.add_argument("--file", type=Path, help="a file with one prompt a line")
+    parser.add_argument("--mars_threshold", type=float, default=0.9, help="in (0, 1]; lower is faster (default: 0.9)")
+    parser.add_argument("--mars_block_size", type=int, help="tokens per step at most (default: as trained)")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="(default: 256)")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: that of the checkpoint)")
+    parser.add_argument("--raw", action="store_true", help="do not apply the tokenizer's chat template")
+    return parser.parse_args()
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompts:
+        return args.prompts
+    text = args.file.read_text() if args.file else sys.stdin.read()
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], raw: bool) -> BatchEncoding:
+    """A left-padded batch."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if raw or not tokenizer.chat_template:
+        return tokenizer(prompts, padding=True, return_tensors="pt")
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+
+
+def main() -> None:
+    args = parse_args()
+    prompts = read_prompts(args)
+    if not prompts:
+        sys.exit("No prompt given.")
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    model = AutoMarsModelForCausalLM.from_pretrained(
+        args.model, dtype=args.dtype, device_map="cuda" if torch.cuda.is_available() else None
+    )
+    # A LoRA adapter does not record its [MASK], but its tokenizer has it.
+    get_mars_model(model, mask_token_id=tokenizer.mask_token_id)
+    inputs = encode(tokenizer, prompts, args.raw).to(model.device)
+    one = len(prompts) == 1
+    started = time.perf_counter()
+    output = model.generate(
+        **inputs,
+        mars_threshold=args.mars_threshold,
+        mars_block_size=args.mars_block_size,
+        max_new_tokens=args.max_new_tokens,
+        do_sample=False,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if one else None,
+        return_dict_in_generate=True,
+    )
+    seconds = time.perf_counter() - started
+    if not one:
+        replies = tokenizer.batch_decode(output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        print("\n\n".join(f"> {prompt}\n{reply}" for prompt, reply in zip(prompts, replies, strict=True)))
+    tokens = int(output.accepted_lengths.sum())
+    print(
+        f"{tokens} tokens, {output.tokens_per_forward.mean():.2f} tokens per forward, {tokens / seconds:.1f} tokens/s",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Draw the loss curve of a training run from the `trainer_state.json` that it saved.
+
+python recipes/plot_training.py path/to/output_dir --output training.png
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+
+def draw(axes: Axes, log: list[dict], curves: dict[str, str]) -> None:
+    """Draw each curve of `curves` (name in the log, label) that the log holds."""
+    for name, label in curves.items():
+        points = [(entry["step"], float(entry[name])) for entry in log if name in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label)
+    axes.set_xlabel("optimizer step")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="output_dir of the training, or a trainer_state.json")
+    parser.add_argument("--output", type=Path, default=Path("training.png"), help="(default: training.png)")
+    args = parser.parse_args()
+    state = args.run / "trainer_state.json" if args.run.is_dir() else args.run
+    log = json.loads(state.read_text())["log_history"]
+
+    figure, (losses, speed) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    draw(losses, log, {"ar_loss": "clean stream (AR)", "mask_loss": "masked stream"})
+    losses.set(ylabel="loss per target (nats)", ylim=(0, None), title="Loss")
+    draw(speed, log, {"tokens_per_forward@0.95": "threshold 0.95, teacher-forced"})
+    speed.set(ylabel="tokens per forward pass", ylim=(1, None), title="What decoding will give")
+    figure.savefig(args.output, dpi=150)
+    print(f"Saved {args.output}.")
+
+
+if __name__ == "__main__":
+    main()

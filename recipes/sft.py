@@ -1,0 +1,122 @@
+"""Supervised fine-tuning with MARS, with the flags of TRL's own `sft.py` and those of MARS (`--mars_block_size` ...).
+
+A model and a dataset from the Hub:
+
+    python recipes/sft.py \
+        --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/Capybara \
+        --learning_rate 2e-5 --per_device_train_batch_size 8 --output_dir Qwen2.5-0.5B-MARS
+
+A local file of questions and answers, with LoRA:
+
+    python recipes/sft.py \
+        --model_name_or_path path/to/model --dataset_name gsm8k/train.jsonl \
+        --prompt_column question --completion_column answer \
+        --use_peft --learning_rate 2e-4 --output_dir model-MARS
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+)
+
+from mars_hf import MarsSFTConfig, MarsSFTTrainer
+
+
+@dataclass
+class ColumnArguments:
+    """Where prompts and completions stand in a dataset that is in none of TRL's formats."""
+
+    prompt_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column that holds the prompts, `question` for GSM8K. Rows become prompt-completion examples, as "
+            "a user's and an assistant's message where the tokenizer has a chat template, as plain text where not. "
+            "Not needed for datasets in a format of TRL's. Also takes `--completion_column`."
+        },
+    )
+    completion_column: str | None = field(
+        default=None, metadata={"help": "Column that holds the completions, `answer` for GSM8K."}
+    )
+
+    def __post_init__(self) -> None:
+        if (self.prompt_column is None) != (self.completion_column is None):
+            raise ValueError("`prompt_column` and `completion_column` go together. Set both or neither.")
+
+
+def load_splits(script_args: ScriptArguments, mixture_args: DatasetMixtureConfig) -> Any:
+    """The splits of the dataset: a mixture, a local JSON (lines) file, or what `load_dataset` takes by its name."""
+    if mixture_args.datasets:
+        return get_dataset(mixture_args)
+    if not script_args.dataset_name:
+        raise ValueError("There is nothing to train on. Set `dataset_name`, or `datasets` in a config file.")
+    if Path(script_args.dataset_name).is_file():
+        return load_dataset("json", data_files=script_args.dataset_name, streaming=script_args.dataset_streaming)
+    return load_dataset(
+        script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
+    )
+
+
+def to_prompt_completion(dataset: Any, prompt_column: str, completion_column: str, chat: bool) -> Any:
+    """Turn two columns of text into TRL's prompt-completion format."""
+
+    def convert(row: dict[str, str]) -> dict[str, Any]:
+        prompt, completion = row[prompt_column], row[completion_column]
+        if not chat:
+            return {"prompt": prompt, "completion": completion}
+        return {
+            "prompt": [{"role": "user", "content": prompt}],
+            "completion": [{"role": "assistant", "content": completion}],
+        }
+
+    return dataset.map(convert, remove_columns=[prompt_column, completion_column])
+
+
+def main() -> None:
+    parser = TrlParser((ScriptArguments, MarsSFTConfig, ModelConfig, DatasetMixtureConfig, ColumnArguments))
+    script_args, training_args, model_args, mixture_args, columns = parser.parse_args_and_config()
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+    )
+    dataset = load_splits(script_args, mixture_args)
+    if columns.prompt_column:
+        chat = bool(tokenizer.chat_template or training_args.chat_template_path)
+        dataset = to_prompt_completion(dataset, columns.prompt_column, columns.completion_column, chat)
+    trainer = MarsSFTTrainer(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    trainer.accelerator.print(f"Model and tokenizer saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()

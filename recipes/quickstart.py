@@ -159,7 +159,7 @@ def draw(path: Path, ar_score: Score, scores: dict[float | None, Score], single:
         axes.set(xlabel="mars_threshold (1.0 is plain AR)", xticks=THRESHOLDS)
         axes.invert_xaxis()
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
+        axes.legend(loc="lower left")
     figure.savefig(path, dpi=150)
 
 

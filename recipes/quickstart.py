@@ -14,7 +14,7 @@ import datasets
 import matplotlib
 import torch
 from _arithmetic import make_model, make_problems, train_tokenizer
-from _measure import FinalAnswer, Run, measure
+from _measure import FinalAnswer, Run, Setting, measure
 from datasets import Dataset
 from matplotlib import pyplot as plt
 from rich import box
@@ -31,8 +31,8 @@ BATCH_SIZE = 24
 MAX_NEW_TOKENS = 64
 
 Score = dict[str, float]
-# By threshold; None is stock `generate`.
-Runs = dict[float | None, Run]
+Scores = dict[Setting, Score]
+Runs = dict[Setting, Run]
 
 console = Console()
 
@@ -120,7 +120,7 @@ def score(tokenizer: PreTrainedTokenizerBase, run: Run, problems: list[dict[str,
     return FinalAnswer().compute(predictions=replies, references=[problem["answer"] for problem in problems])
 
 
-def to_table(ar_score: Score, scores: dict[float | None, Score], single: Runs, batched: Runs) -> Table:
+def to_table(ar_score: Score, scores: Scores, single: Runs, batched: Runs) -> Table:
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, title="Unseen problems (x: multiple of stock tokens/s)")
     table.add_column("checkpoint,\nthreshold", no_wrap=True)
     for heading in ("\naccuracy", "95%\ninterval", "tokens/\nforward", "batch 1\ntokens/s", "\nx"):
@@ -136,11 +136,11 @@ def to_table(ar_score: Score, scores: dict[float | None, Score], single: Runs, b
         cells = [*right_answers(own_score), f"{single[threshold].tokens_per_forward:.2f}"]
         for runs in (single, batched):
             cells += [f"{runs[threshold].tokens_per_second:.0f}", f"{runs[threshold].speedup(runs[None]):.2f}"]
-        table.add_row("MARS, " + ("stock" if threshold is None else f"{threshold:.2f}"), *cells)
+        table.add_row("MARS, " + ("stock" if threshold is None else str(threshold)), *cells)
     return table
 
 
-def draw(path: Path, ar_score: Score, scores: dict[float | None, Score], single: Runs, batched: Runs) -> None:
+def draw(path: Path, ar_score: Score, scores: Scores, single: Runs, batched: Runs) -> None:
     """The trade-off, against the threshold: what it costs on the left, what it gains on the right."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     mars = [scores[threshold] for threshold in THRESHOLDS]
@@ -155,11 +155,11 @@ def draw(path: Path, ar_score: Score, scores: dict[float | None, Score], single:
         right.plot(THRESHOLDS, speeds, marker="s", label=f"tokens/s, {name}")
     right.axhline(1, color="grey", linestyle="--", label="stock generate")
     right.set(title="What it gains", ylabel="multiple of stock generate", ylim=(0, None))
-    for axes in (left, right):
+    for axes, free_corner in ((left, "lower left"), (right, "lower right")):
         axes.set(xlabel="mars_threshold (1.0 is plain AR)", xticks=THRESHOLDS)
         axes.invert_xaxis()
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower left")
+        axes.legend(loc=free_corner)
     figure.savefig(path, dpi=150)
 
 

@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
@@ -20,6 +21,12 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+)
+
+# With torch 2.6, the oldest allowed, sharding on CPU and compiled training fail in torch itself; no release between
+# that one and 2.13 was tried.
+needs_recent_torch = pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 13), reason="fails in torch 2.6; not tried between that and 2.13"
 )
 
 CHAT_TEMPLATE = (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs_recent_torch
 from distributed_training import OPTIONS
 from test_losses import assert_same_gradients, gradients
 from test_sft_trainer import assert_same_weights, make_trainer, train
@@ -35,6 +36,7 @@ def test_data_parallel_equals_accumulation(tmp_path):
     assert_same_weights(result["weights"], weights, 2e-6)
 
 
+@needs_recent_torch
 def test_fully_sharded_equals_one_process(tmp_path):
     result = in_two_processes("fsdp", tmp_path)
     trainer = make_trainer(tmp_path, **OPTIONS)

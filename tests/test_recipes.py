@@ -40,7 +40,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quickstart(quickstart: tuple[Path, str]):
     folder, output = quickstart
     assert "gave the tokens of stock generate" in output
-    assert all(f"{threshold:.2f}" in output for threshold in (1.0, 0.95, 0.9, 0.8, 0.7))
+    assert all(f"MARS, {threshold}" in output for threshold in ("stock", 1.0, 0.95, 0.9, 0.8, 0.7))
     assert (folder / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
     assert GenerationConfig.from_pretrained(folder).mars_block_size == 4
 
@@ -62,8 +62,8 @@ def test_evaluate_gsm8k(quickstart: tuple[Path, str], problems: Path, tmp_path: 
     args = ("--limit", "2", "--batch_size", "1", "2", "--mars_threshold", "1.0", "0.9", "--max_new_tokens", "4")
     result = run("evaluate_gsm8k.py", folder, "--data", problems, *args, "--output_dir", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [(row["batch_size"], row["threshold"]) for row in rows] == [
-        (size, threshold) for size in (1, 2) for threshold in (None, 1.0, 0.9)
+    assert [(row["batch_size"], row["setting"]) for row in rows] == [
+        (size, setting) for size in (1, 2) for setting in (None, 1.0, 0.9, "lossless")
     ]
     assert rows[1]["same_as_stock"] == 1.0
     assert "| 2 | 0.9 |" in result.stdout

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from conftest import needs_recent_torch
 from datasets import Dataset
 from test_losses import oracle_loss
 from test_sft_trainer import (
@@ -46,6 +47,7 @@ def test_modes_change_nothing(tmp_path, mode):
     assert_same_weights(other_weights, weights, 2e-6)
 
 
+@needs_recent_torch
 # Dynamo warns of its own ways while it resumes behind what it cannot compile.
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_training_is_the_same(tmp_path):

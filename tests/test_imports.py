@@ -28,7 +28,10 @@ TABLE = {
     "end_of_turn": set(),
     "fused_head": set(),
     "sft_config": {"collator"},
+    "loading": {"refusals", "sft_config"},
+    "stream_log": {"losses", "collator"},
     "options": {"acceptance"},
+    "pacing": set(),
     "state": set(),
     "records": {"state"},
     "proposing": {"masks", "cache", "state"},
@@ -44,6 +47,8 @@ TABLE = {
         "refusals",
         "fused_head",
         "sft_config",
+        "loading",
+        "stream_log",
         "modeling",
         "end_of_turn",
     },
@@ -85,7 +90,7 @@ def test_library_keeps_to_the_table(path: Path):
 
 def test_training_and_decoding_meet_only_in_the_masks_and_the_mask_token():
     # The trainer itself hands its model to `get_mars_model`, so that it can generate; nothing below it knows decoding.
-    for module in ("losses", "mask_token", "collator", "refusals", "fused_head", "sft_config"):
+    for module in ("losses", "mask_token", "collator", "refusals", "fused_head", "sft_config", "loading", "stream_log"):
         assert needs(module) & needs("modeling") <= {"masks", "mask_token"}
 
 

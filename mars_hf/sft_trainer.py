@@ -11,7 +11,6 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoProcessor,
     BitsAndBytesConfig,
     DataCollator,
@@ -23,28 +22,19 @@ from transformers import (
     set_seed,
 )
 from trl import SFTTrainer
-from trl.trainer.utils import (
-    FusedCausalLMOutput,
-    create_model_from_path,
-    get_config_model_id,
-    global_then_local_main_first,
-)
+from trl.trainer.utils import get_config_model_id, global_then_local_main_first
 
-from .collator import DataCollatorForMars, batch_layout, predicts_own_block, wrap_documents
+from .collator import DataCollatorForMars, batch_layout, wrap_documents
 from .end_of_turn import record_end_of_turn
 from .fused_head import make_head_readable, score_targets
-from .losses import TokenScores, mars_loss, stream_metrics, stream_sums
+from .loading import load_model
+from .losses import mars_loss
 from .mask_token import add_mask_token, find_mask_token, train_mask_row
 from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
 from .modeling import get_mars_model
-from .refusals import (
-    refuse_arguments,
-    refuse_config,
-    refuse_model,
-    refuse_parallelism,
-    refuse_processor,
-)
+from .refusals import refuse_arguments, refuse_model, refuse_parallelism, refuse_processor
 from .sft_config import MarsSFTConfig, as_mars_config
+from .stream_log import log_clean_stream, log_streams
 
 
 class MarsSFTTrainer(SFTTrainer):
@@ -102,7 +92,7 @@ class MarsSFTTrainer(SFTTrainer):
             # As in `SFTTrainer`, and here already because a new embedding row is drawn at random.
             set_seed(args.seed)
             if isinstance(model, str):
-                model = _load_model(model, args, quantization_config)
+                model = load_model(model, args, quantization_config)
                 # Used up: `SFTTrainer` would warn that a loaded model ignores them.
                 quantization_config, args.model_init_kwargs = None, None
             processing_class, peft_config = self._prepare_mask_token(
@@ -241,7 +231,7 @@ class MarsSFTTrainer(SFTTrainer):
             # As in `SFTTrainer`: a mean over the micro-batch, so accumulation takes the mean of these.
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss.to(loss.device) / steps
-        self._log_streams(outputs, scored)
+        log_streams(self, outputs, scored, self.args.mars_block_size, self._mask_token_id)
         if not return_outputs:
             return loss
         with torch.no_grad():
@@ -262,31 +252,6 @@ class MarsSFTTrainer(SFTTrainer):
         attention_mask = self._attention_mask(layout._replace(stream=layout.stream.where(is_clean, PADDING)))
         return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": layout.position}
 
-    def _log_streams(self, outputs: FusedCausalLMOutput, inputs: dict[str, Tensor]) -> None:
-        """Add a batch to the metrics, summed over the processes."""
-        block_size = self.args.mars_block_size
-        sums = stream_sums(
-            TokenScores(outputs.log_probs.detach(), outputs.entropy.detach(), outputs.is_top1, outputs.label_mask),
-            batch_layout(inputs, block_size),
-            inputs["input_ids"] == self._mask_token_id,
-            predicts_own_block(inputs, block_size),
-            block_size,
-        )
-        totals = self.accelerator.gather_for_metrics(torch.stack(list(sums.values()))[None]).sum(0).tolist()
-        total = dict(zip(sums, totals, strict=True))
-        mode = "train" if self.model.training else "eval"
-        metrics = self._metrics[mode]
-        # What `SFTTrainer` logs, of the clean stream and by its rules.
-        for name, part in (("entropy", "entropy"), ("mean_token_accuracy", "correct")):
-            metrics[name].append(total[part] / total["targets"] if total["targets"] > 0 else 0.0)
-        if mode == "train":
-            self._total_train_tokens += int(total["tokens"]) // self._tp_size
-        metrics["num_tokens"] = [self._total_train_tokens]
-        if self.aux_loss_enabled:
-            metrics["aux_loss"].append(self.accelerator.gather_for_metrics(outputs.aux_loss.detach()).mean().item())
-        for name, value in stream_metrics(total, block_size).items():
-            metrics[name].append(value)
-
     def _compute_sft_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """The loss of `SFTTrainer`, times `mars_ar_weight`; logs it as `ar_loss` as well."""
         fused = []
@@ -297,10 +262,7 @@ class MarsSFTTrainer(SFTTrainer):
             hook.remove()
         scores = next((outputs for outputs in fused if getattr(outputs, "log_probs", None) is not None), None)
         if scores is not None:
-            sums = torch.stack([-scores.log_probs.detach().sum(), scores.label_mask.sum()])
-            nll, targets = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
-            if targets > 0:
-                self._metrics["train" if self.model.training else "eval"]["ar_loss"].append(nll / targets)
+            log_clean_stream(self, scores)
         if self.args.mars_ar_weight == 1:
             return result
         if return_outputs:
@@ -310,30 +272,3 @@ class MarsSFTTrainer(SFTTrainer):
 
 def _base_model(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if is_peft_model(model) else model
-
-
-def _load_model(path: str, args: MarsSFTConfig, quantization_config: BitsAndBytesConfig | None) -> PreTrainedModel:
-    """Load a model by the rules of `SFTTrainer`, because the mask token must be there before PEFT wraps it.
-
-    Raises:
-        ValueError: if its configuration rules out MARS, before the weights are loaded; or if the quantization is
-            given twice.
-    """
-    kwargs = dict(args.model_init_kwargs or {})
-    if quantization_config is not None:
-        if "quantization_config" in kwargs:
-            raise ValueError(
-                "`quantization_config` is set both as a trainer argument and in `model_init_kwargs`. Set it once, "
-                "preferably as a trainer argument."
-            )
-        kwargs["quantization_config"] = quantization_config
-    # A launcher places each process's model itself.
-    if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
-        kwargs["device_map"] = None
-    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    config = AutoConfig.from_pretrained(
-        path, revision=kwargs.get("revision"), trust_remote_code=kwargs["trust_remote_code"]
-    )
-    config._attn_implementation = kwargs.get("attn_implementation") or "sdpa"
-    refuse_config(config, args.device)
-    return create_model_from_path(path, **kwargs)

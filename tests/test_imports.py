@@ -37,7 +37,8 @@ TABLE = {
     "proposing": {"masks", "cache", "state"},
     "drafting": {"masks", "cache", "state", "proposing"},
     "decoding": {"acceptance", "options", "state", "records", "proposing", "drafting"},
-    "generation": {"masks", "cache", "options", "decoding"},
+    "generation_refusals": {"masks", "options"},
+    "generation": {"cache", "options", "decoding", "generation_refusals"},
     "modeling": {"generation"},
     "sft_trainer": {
         "masks",

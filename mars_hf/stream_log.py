@@ -1,0 +1,55 @@
+"""What training logs of both streams: from the scores of a batch into the metrics of a trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput
+
+from .collator import batch_layout, predicts_own_block
+from .losses import TokenScores, stream_metrics, stream_sums
+
+
+def log_streams(
+    trainer: SFTTrainer, outputs: FusedCausalLMOutput, inputs: dict[str, Tensor], block_size: int, mask_token_id: int
+) -> None:
+    """Add a two-stream batch to the metrics, summed over the processes."""
+    sums = stream_sums(
+        TokenScores(outputs.log_probs.detach(), outputs.entropy.detach(), outputs.is_top1, outputs.label_mask),
+        batch_layout(inputs, block_size),
+        inputs["input_ids"] == mask_token_id,
+        predicts_own_block(inputs, block_size),
+        block_size,
+    )
+    total = _over_processes(trainer, sums)
+    metrics = _metrics(trainer)
+    # What `SFTTrainer` logs, of the clean stream and by its rules.
+    for name, part in (("entropy", "entropy"), ("mean_token_accuracy", "correct")):
+        metrics[name].append(total[part] / total["targets"] if total["targets"] > 0 else 0.0)
+    if trainer.model.training:
+        trainer._total_train_tokens += int(total["tokens"]) // trainer._tp_size
+    metrics["num_tokens"] = [trainer._total_train_tokens]
+    if trainer.aux_loss_enabled:
+        metrics["aux_loss"].append(trainer.accelerator.gather_for_metrics(outputs.aux_loss.detach()).mean().item())
+    for name, value in stream_metrics(total, block_size).items():
+        metrics[name].append(value)
+
+
+def log_clean_stream(trainer: SFTTrainer, outputs: FusedCausalLMOutput) -> None:
+    """Add the loss of a batch without masked stream as `ar_loss`; `SFTTrainer` logs the rest."""
+    sums = {"nll": -outputs.log_probs.detach().sum(), "targets": outputs.label_mask.sum()}
+    total = _over_processes(trainer, sums)
+    if total["targets"] > 0:
+        _metrics(trainer)["ar_loss"].append(total["nll"] / total["targets"])
+
+
+def _over_processes(trainer: SFTTrainer, sums: dict[str, Tensor]) -> dict[str, float]:
+    totals = trainer.accelerator.gather_for_metrics(torch.stack(list(sums.values()))[None]).sum(0).tolist()
+    return dict(zip(sums, totals, strict=True))
+
+
+def _metrics(trainer: SFTTrainer) -> dict[str, Any]:
+    return trainer._metrics["train" if trainer.model.training else "eval"]

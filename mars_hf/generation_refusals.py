@@ -1,0 +1,121 @@
+"""What `generate` cannot do with MARS on, said before any forward pass."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerationMode
+
+from .masks import attention_windows, masks_for_model
+from .options import MarsOptions
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+# What a MARS step knows how to feed; any other model input would be lost after the first step.
+KNOWN_INPUTS = {"attention_mask", "position_ids", "inputs_embeds", "cache", "use_cache", "logits_to_keep"}
+
+
+def refuse_modes(generation_mode: GenerationMode, config: GenerationConfig, generation_mode_kwargs: dict) -> None:
+    """Refuse what replaces the decoding loop, and outputs that a step of several tokens does not have."""
+    if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        cause = {
+            GenerationMode.ASSISTED_GENERATION: "`assistant_model` and `prompt_lookup_num_tokens`",
+            GenerationMode.BEAM_SEARCH: "`num_beams > 1`",
+            GenerationMode.BEAM_SAMPLE: "`num_beams > 1`",
+        }.get(generation_mode, f"Generation mode `{generation_mode.value}`")
+        raise ValueError(
+            f"{cause} cannot be combined with `mars_threshold`: MARS proposes and accepts several tokens of one "
+            "greedy or sampled sequence. Unset one of them."
+        )
+    if generation_mode_kwargs.get("synced_gpus"):
+        raise ValueError(
+            "`mars_threshold` does not work with `synced_gpus` (DeepSpeed ZeRO-3 or FSDP over several processes): "
+            "the processes would take different numbers of steps. Gather the weights, or set `mars_threshold=1.0`."
+        )
+    wanted = {
+        "output_attentions": config.output_attentions,
+        "output_hidden_states": config.output_hidden_states,
+        "prefill_chunk_size": config.prefill_chunk_size,
+        "guidance_scale": config.guidance_scale not in (None, 1),
+        "cache_implementation": config.cache_implementation not in (None, "dynamic"),
+    }
+    if refused := [name for name, value in wanted.items() if value]:
+        raise ValueError(
+            f"`{'`, `'.join(refused)}` is not supported together with `mars_threshold`. Unset it, or set "
+            "`mars_threshold=1.0` for plain autoregressive decoding."
+        )
+
+
+def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
+    """Refuse models whose steps could not be told apart from their [MASK]s, or not rolled back."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"MARS decodes decoder-only models, and `{model.config.model_type}` is an encoder-decoder. Unset "
+            "`mars_threshold`."
+        )
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise ValueError(
+            f"MARS needs a model whose forward takes `position_ids`, and `{type(model).__name__}` does not. Unset "
+            "`mars_threshold`."
+        )
+    if options.cache != "none":
+        attention_windows(model.config)
+        masks_for_model(model.config, model.dtype, lambda window: torch.ones(1, 1, 1, 1, dtype=torch.bool))
+
+
+def refuse_inputs(
+    model_config: Any, input_ids: Tensor, config: GenerationConfig, streamer: Any, model_kwargs: dict[str, Any]
+) -> None:
+    """Refuse what would give wrong text, before the first forward pass."""
+    if unknown := sorted(k for k, v in model_kwargs.items() if v is not None and k not in KNOWN_INPUTS):
+        raise ValueError(
+            f"MARS decoding does not know how to continue the model inputs {', '.join(unknown)}. Leave them out, or "
+            "set `mars_threshold=1.0`."
+        )
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(
+            "A `streamer` takes one row: rows of a MARS batch accept different numbers of tokens. Generate one prompt."
+        )
+    refuse_prompts(input_ids, model_kwargs)
+    attention_mask = model_kwargs.get("attention_mask")
+    if attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
+        raise ValueError(
+            "The prompts are padded on the right, so new tokens would follow padding. Set "
+            "`tokenizer.padding_side = 'left'`."
+        )
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return
+    positions = model_kwargs.get("position_ids")
+    longest = input_ids.shape[1] if positions is None else int(positions[..., -1].max()) + 1
+    total = longest + config.max_length - input_ids.shape[1]
+    if total > limit:
+        raise ValueError(
+            f"The prompt and its new tokens take {total} positions, and the model has {limit} "
+            "(`max_position_embeddings`). Shorten the prompt or lower `max_new_tokens`."
+        )
+
+
+def refuse_prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Refuse prompts that do not fit together with embeddings or a cache of the turn before."""
+    embeds, cache = model_kwargs.get("inputs_embeds"), model_kwargs.get("cache")
+    if embeds is not None and cache is None:
+        raise ValueError("`inputs_embeds` need a cache: `mars_cache='none'` recomputes the prompt from its ids.")
+    if embeds is not None and input_ids.shape[1] not in (0, embeds.shape[1]):
+        raise ValueError(
+            f"`input_ids` ({input_ids.shape[1]} columns) and `inputs_embeds` ({embeds.shape[1]}) are not the same "
+            "prompt. Pass one of them."
+        )
+    if cache is None or not cache.order:
+        return
+    if embeds is not None:
+        raise ValueError("MARS continues a cache with `input_ids` only. Leave out `inputs_embeds` or `cache`.")
+    if len(cache.order) != input_ids.shape[0] or max(cache.host_cursor) >= input_ids.shape[1]:
+        raise ValueError(
+            f"The `cache` holds {len(cache.order)} rows of up to {max(cache.host_cursor)} tokens, and the prompt is "
+            f"{tuple(input_ids.shape)}. Pass the whole text: the sequences of the turn before, and the new turn."
+        )

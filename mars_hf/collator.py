@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +17,10 @@ from trl.data_utils import DatasetType
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
-from .masks import CLEAN, MASKED, PADDING, Layout, dense_mask
+from .masks import dense_mask
+from .streams import batch_layout, clean_rows, random_phases, two_streams
 
 BLOCK_OFFSETS = ("fixed", "random")
-
-
-class Document(NamedTuple):
-    """A document's tokens, its labels (-100 where a token is no target), and the phase of its block grid, 0..B-1."""
-
-    ids: Tensor
-    labels: Tensor
-    phase: int
 
 
 @dataclass
@@ -47,8 +40,8 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
     - `labels` (N, longest L): the examples' labels.
     - with `dense_mask=True`, `attention_mask` (N, 1, T, T): True where a token may attend, as `sdpa` reads it.
     - with `dense_mask=False`, what `batch_layout` reads: `stream_ids` (N, T), the stream of each token,
-      `document_ids` (N, T), its document, and `grid_ids` (N, T), its position counted from the start of the block
-      grid; the grids of a row's documents follow each other, so that no two share a block.
+      `document_ids` (N, T), its document, `grid_ids` (N, T), its block times B plus its place in it, and
+      `block_sizes` (N,), B. No two documents of a row share a block.
 
     Args:
         pad_token_id: id that fills rows.
@@ -56,7 +49,9 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
         pad_to_multiple_of: pad T, and the width of `labels`, to a multiple of it.
         mask_token_id: id of the mask token.
         block_size: B.
-        block_offset: `"fixed"`, or `"random"` to start each document's blocks at a random phase.
+        block_offset: `"fixed"`, or `"random"` to start each document's blocks at a random phase. It is drawn from the
+            document's tokens and `seed`, so a document has the same in every batch; `regrid` draws anew.
+        seed: of the phases.
         dense_mask: whether to return the attention mask itself.
 
     Raises:
@@ -66,6 +61,7 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
     mask_token_id: int = field(kw_only=True)
     block_size: int = field(kw_only=True)
     block_offset: str = field(default="fixed", kw_only=True)
+    seed: int = field(default=0, kw_only=True)
     dense_mask: bool = field(default=True, kw_only=True)
 
     def __post_init__(self):
@@ -75,81 +71,69 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
             raise ValueError(f"`block_offset` must be one of {', '.join(BLOCK_OFFSETS)}, got {self.block_offset!r}.")
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        rows = [self._documents(example) for example in examples]
-        if self.padding_free:
-            rows = [list(chain.from_iterable(rows))]
-        streams = [self._row(documents) for documents in rows]
+        parts = [self._parts(example) for example in examples]
+        rows = [[part] for part in parts] if not self.padding_free else [parts]
         padding = {
             "input_ids": self.pad_token_id,
+            "labels": -100,
             "position_ids": 0,
-            "target_ids": -100,
-            "stream_ids": PADDING,
             "document_ids": 0,
-            "grid_ids": 0,
+            "is_real": False,
         }
-        batch = {key: self._pad([row[key] for row in streams], value) for key, value in padding.items()}
-        batch["labels"] = self._pad([torch.cat([document.labels for document in row]) for row in rows], -100)
+        streams = [_clean_row(row) for row in rows]
+        clean = {key: self._pad([stream[key] for stream in streams], value) for key, value in padding.items()}
+        batch = self._two_streams(clean, self.block_size, step=0)
         if self.dense_mask:
-            batch["attention_mask"] = dense_mask(batch_layout(batch, self.block_size))
-            del batch["stream_ids"], batch["document_ids"], batch["grid_ids"]
+            batch["attention_mask"] = dense_mask(batch_layout(batch))
+            for key in ("stream_ids", "document_ids", "grid_ids", "block_sizes"):
+                del batch[key]
         return batch
 
-    def _documents(self, example: dict[str, Any]) -> list[Document]:
-        """The documents of an example; several if it is packed."""
+    def regrid(self, batch: dict[str, Tensor], step: int, block_size: int | None = None) -> dict[str, Tensor]:
+        """Lay the masked stream of a batch out anew, with the phases of another step or in blocks of another size.
+
+        Args:
+            batch: made by this collator with `dense_mask=False`.
+            step: number of the optimizer step, from which random phases are drawn as well; batches are collated as
+                of step 0.
+            block_size: B; None takes the collator's.
+        """
+        return self._two_streams(clean_rows(batch), block_size or self.block_size, step)
+
+    def _two_streams(self, clean: dict[str, Tensor], block_size: int, step: int) -> dict[str, Tensor]:
+        phases = torch.zeros_like(clean["position_ids"])
+        if self.block_offset == "random":
+            phases = random_phases(clean, block_size, self.seed, step)
+        tokens = (self.mask_token_id, self.pad_token_id)
+        batch = two_streams(clean, phases, block_size, *tokens, self.pad_to_multiple_of)
+        return {**batch, "labels": clean["labels"]}
+
+    def _parts(self, example: dict[str, Any]) -> tuple[Tensor, Tensor, list[int]]:
+        """The tokens and labels of an example, and the lengths of its documents."""
         ids = _as_ids(example["input_ids"])
         labels = _as_ids(example.get("labels", example["input_ids"])).clone()
         lengths = list(example.get("seq_lengths") or [len(ids)])
         if self.padding_free or "seq_lengths" in example:
             # As in `SFTTrainer`: nothing predicts them, and `Trainer` leaves out only the first of a row.
             labels[[sum(lengths[:i]) for i in range(len(lengths)) if lengths[i]]] = -100
-        phases = [0] * len(lengths)
-        if self.block_offset == "random":
-            # The global generator is seeded by the trainer, and differently in each worker.
-            phases = torch.randint(self.block_size, (len(lengths),)).tolist()
-        parts = zip(ids.split(lengths), labels.split(lengths), phases, strict=True)
-        return [Document(*part) for part in parts]
-
-    def _row(self, documents: list[Document]) -> dict[str, Tensor]:
-        """One row, unpadded: the clean streams of its documents, then their masked streams."""
-        clean: list[dict[str, Tensor]] = []
-        masked: list[dict[str, Tensor]] = []
-        grid_start = 0
-        for number, document in enumerate(documents):
-            for stream, parts in zip(self._two_streams(document), (clean, masked), strict=True):
-                stream["document_ids"] = torch.full_like(stream["input_ids"], number)
-                stream["grid_ids"] = stream["position_ids"] + document.phase + grid_start
-                parts.append(stream)
-            num_blocks = (len(document.ids) + document.phase) // self.block_size + 1
-            grid_start += num_blocks * self.block_size
-        return {key: torch.cat([part[key] for part in clean + masked]) for key in clean[0]}
-
-    def _two_streams(self, document: Document) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The clean and the masked stream of a document."""
-        ids, labels, phase = document
-        position = torch.arange(len(ids))
-        is_target = labels != -100
-        is_target[:1] = False  # nothing predicts the first token
-        target = torch.where(is_target, labels, -100).roll(-1)  # of the position that predicts it
-        block = (position + phase) // self.block_size
-        # The last position of each block that predicts a target, -1 for blocks that have none.
-        scored = torch.where(target != -100, position, -1)
-        last_scored = torch.full((len(ids) + 1,), -1).scatter_reduce(0, block, scored, "amax")
-        needed = position <= last_scored[block]
-
-        def stream(kind: int, tokens: Tensor, kept: Tensor) -> dict[str, Tensor]:
-            return {
-                "input_ids": tokens[kept],
-                "position_ids": position[kept],
-                "target_ids": target[kept],
-                "stream_ids": torch.full_like(position[kept], kind),
-            }
-
-        everything = torch.ones_like(needed)
-        masked_ids = ids.masked_fill(is_target, self.mask_token_id)
-        return stream(CLEAN, ids, everything), stream(MASKED, masked_ids, needed)
+        return ids, labels, lengths
 
     def _pad(self, tensors: list[Tensor], value: int) -> Tensor:
         return pad(tensors, padding_value=value, padding_side="right", pad_to_multiple_of=self.pad_to_multiple_of)
+
+
+def _clean_row(parts: list[tuple[Tensor, Tensor, list[int]]]) -> dict[str, Tensor]:
+    """A row of one or several examples, unpadded, as `streams.two_streams` reads it."""
+    ids, labels, lengths = zip(*parts, strict=True)
+    documents = list(chain.from_iterable(lengths))
+    input_ids = torch.cat(ids)
+    return {
+        "input_ids": input_ids,
+        "labels": torch.cat(labels),
+        "position_ids": torch.cat([torch.arange(length) for length in documents]),
+        "document_ids": torch.arange(len(documents)).repeat_interleave(torch.tensor(documents)),
+        "is_real": torch.ones_like(input_ids, dtype=torch.bool),
+    }
 
 
 def wrap_documents(dataset: DatasetType, length: int) -> DatasetType:
@@ -170,17 +154,6 @@ def wrap_documents(dataset: DatasetType, length: int) -> DatasetType:
         return {"seq_lengths": [end - start for start, end in pairwise([*starts, len(example["positions"])])]}
 
     return dataset.map(count, remove_columns=["positions"])
-
-
-def batch_layout(batch: dict[str, Tensor], block_size: int) -> Layout:
-    """The layout of a batch made with `dense_mask=False`; all fields (N, T)."""
-    block = batch["grid_ids"] // block_size
-    return Layout(batch["stream_ids"], batch["position_ids"], block, batch["document_ids"])
-
-
-def predicts_own_block(batch: dict[str, Tensor], block_size: int) -> Tensor:
-    """Whether the next token of each position is of its own block: bool (N, T); see `batch_layout`."""
-    return batch["grid_ids"] % block_size != block_size - 1
 
 
 def _as_ids(ids: Any) -> Tensor:

@@ -22,7 +22,10 @@ class MarsSFTConfig(SFTConfig):
         mars_mask_weight: weight of the masked stream. 0 trains exactly as `SFTTrainer` does.
         mars_mask_token: the mask token. None takes the tokenizer's own, or adds `<|mask|>`.
         mars_block_offset: `"fixed"` starts the blocks at each sequence's first token, `"random"` at a random phase
-            drawn anew each time an example is seen.
+            drawn anew each time an example is trained on, from the seed, the step and the example's tokens; evaluation
+            gives an example the same phase each time.
+        mars_block_curriculum: the share of the training steps over which blocks grow from 2 tokens to
+            `mars_block_size`, through every size between for equally long. 0 trains with `mars_block_size` throughout.
 
     Raises:
         ValueError: for a value out of range.
@@ -54,6 +57,13 @@ class MarsSFTConfig(SFTConfig):
             "choices": list(BLOCK_OFFSETS),
         },
     )
+    mars_block_curriculum: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of the training steps over which blocks grow from 2 tokens to `mars_block_size`, through "
+            "every size between for equally long. 0 trains with `mars_block_size` throughout."
+        },
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -73,6 +83,22 @@ class MarsSFTConfig(SFTConfig):
             raise ValueError(
                 f"`mars_block_offset` must be one of {', '.join(BLOCK_OFFSETS)}, got {self.mars_block_offset!r}."
             )
+        if not 0 <= self.mars_block_curriculum < 1:
+            raise ValueError(
+                "`mars_block_curriculum` must be at least 0 and below 1, or blocks never reach `mars_block_size`; "
+                f"got {self.mars_block_curriculum!r}."
+            )
+
+
+def block_size_at(args: TrainingArguments, step: int, max_steps: int) -> int:
+    """The block size at a step of the training, 0 the first, by `mars_block_size` and `mars_block_curriculum`.
+
+    Evaluation, and what the checkpoint records, has the final one.
+    """
+    growth = args.mars_block_curriculum * max_steps
+    if step >= growth:
+        return args.mars_block_size
+    return 2 + int(step / growth * (args.mars_block_size - 2))
 
 
 def as_mars_config(args: TrainingArguments | None, model_name: str) -> TrainingArguments:

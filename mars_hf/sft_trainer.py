@@ -24,7 +24,7 @@ from transformers import (
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, global_then_local_main_first
 
-from .collator import DataCollatorForMars, batch_layout, wrap_documents
+from .collator import DataCollatorForMars, wrap_documents
 from .end_of_turn import record_end_of_turn
 from .fused_head import make_head_readable, score_targets
 from .loading import load_model
@@ -33,8 +33,9 @@ from .mask_token import add_mask_token, find_mask_token, train_mask_row
 from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
 from .modeling import get_mars_model
 from .refusals import refuse_arguments, refuse_model, refuse_parallelism, refuse_processor
-from .sft_config import MarsSFTConfig, as_mars_config
+from .sft_config import MarsSFTConfig, as_mars_config, block_size_at
 from .stream_log import log_clean_stream, log_streams
+from .streams import batch_layout, clean_rows
 
 
 class MarsSFTTrainer(SFTTrainer):
@@ -177,6 +178,7 @@ class MarsSFTTrainer(SFTTrainer):
             mask_token_id=self._mask_token_id,
             block_size=self.args.mars_block_size,
             block_offset=self.args.mars_block_offset,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             dense_mask=False,
         )
         make_head_readable(_base_model(self.model).get_output_embeddings())
@@ -195,6 +197,18 @@ class MarsSFTTrainer(SFTTrainer):
         if self._has_masked_stream and is_peft_model(self.model):
             _base_model(self.model).generation_config.save_pretrained(output_dir or self.args.output_dir)
 
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._has_masked_stream:
+            # Here the step is known, whatever the workers have prepared ahead and wherever training was resumed.
+            step = self.state.global_step
+            block_size = block_size_at(self.args, step, self.state.max_steps)
+            if self.args.mars_block_curriculum:
+                self._metrics["train"]["block_size"].append(block_size)
+            if self.args.mars_block_offset == "random" or block_size != self.args.mars_block_size:
+                batches = [self.data_collator.regrid(batch, step, block_size) for batch in batches]
+        return batches, num_items_in_batch
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self._has_masked_stream:
             return self._compute_sft_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -205,7 +219,7 @@ class MarsSFTTrainer(SFTTrainer):
             inputs["target_ids"],
             {
                 "input_ids": inputs["input_ids"],
-                "attention_mask": self._attention_mask(batch_layout(inputs, self.args.mars_block_size)),
+                "attention_mask": self._attention_mask(batch_layout(inputs)),
                 "position_ids": inputs["position_ids"],
                 "use_cache": False,
             },
@@ -243,14 +257,14 @@ class MarsSFTTrainer(SFTTrainer):
 
     def _clean_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """What `SFTTrainer` would give the model: the clean streams alone, (N, longest L)."""
-        length = inputs["labels"].shape[1]
-        layout = batch_layout({key: value[:, :length] for key, value in inputs.items()}, self.args.mars_block_size)
-        is_clean = layout.stream == CLEAN
-        input_ids = inputs["input_ids"][:, :length].masked_fill(~is_clean, self._tokenizer.pad_token_id)
-        if not layout.document.any():
-            return {"input_ids": input_ids, "attention_mask": is_clean.long()}
-        attention_mask = self._attention_mask(layout._replace(stream=layout.stream.where(is_clean, PADDING)))
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": layout.position}
+        clean = clean_rows(inputs)
+        is_real, positions, documents = clean["is_real"], clean["position_ids"], clean["document_ids"]
+        input_ids = clean["input_ids"].masked_fill(~is_real, self._tokenizer.pad_token_id)
+        if not documents.masked_fill(~is_real, 0).any():
+            return {"input_ids": input_ids, "attention_mask": is_real.long()}
+        stream = torch.full_like(positions, PADDING).masked_fill(is_real, CLEAN)
+        attention_mask = self._attention_mask(Layout(stream, positions, torch.zeros_like(positions), documents))
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
 
     def _compute_sft_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """The loss of `SFTTrainer`, times `mars_ar_weight`; logs it as `ar_loss` as well."""

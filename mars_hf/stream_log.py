@@ -9,8 +9,8 @@ from torch import Tensor
 from trl import SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from .collator import batch_layout, predicts_own_block
 from .losses import TokenScores, stream_metrics, stream_sums
+from .streams import batch_layout, predicts_own_block
 
 
 def log_streams(
@@ -19,9 +19,9 @@ def log_streams(
     """Add a two-stream batch to the metrics, summed over the processes."""
     sums = stream_sums(
         TokenScores(outputs.log_probs.detach(), outputs.entropy.detach(), outputs.is_top1, outputs.label_mask),
-        batch_layout(inputs, block_size),
+        batch_layout(inputs),
         inputs["input_ids"] == mask_token_id,
-        predicts_own_block(inputs, block_size),
+        predicts_own_block(inputs),
         block_size,
     )
     total = _over_processes(trainer, sums)

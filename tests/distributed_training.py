@@ -19,6 +19,8 @@ OPTIONS = {
     "max_steps": 2,
     "learning_rate": 0.1,
     "mars_block_size": 3,
+    "mars_block_offset": "random",
+    "mars_block_curriculum": 0.5,
     "per_device_train_batch_size": 2,
 }
 

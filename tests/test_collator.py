@@ -10,8 +10,9 @@ from conftest import make_model
 from datasets import Dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from mars_hf.collator import DataCollatorForMars, batch_layout, predicts_own_block, wrap_documents
+from mars_hf.collator import DataCollatorForMars, wrap_documents
 from mars_hf.masks import CLEAN, MASKED, PADDING, dense_mask
+from mars_hf.streams import batch_layout, predicts_own_block
 
 PAD, MASK = 0, 99
 
@@ -105,22 +106,50 @@ def test_an_example_without_target_has_no_masked_stream():
     assert (batch["target_ids"] == -100).all()
 
 
-def test_random_offset_is_one_phase_per_example_and_seeded():
+def test_random_offset_is_one_phase_per_example():
     examples = random_examples(0, count=64)
-    collator = DataCollatorForMars(
-        pad_token_id=PAD, mask_token_id=MASK, block_size=4, block_offset="random", dense_mask=False
-    )
-    torch.manual_seed(1)
-    batch, other = collator(examples), collator(examples)
+    arguments = {"pad_token_id": PAD, "mask_token_id": MASK, "block_size": 4, "dense_mask": False}
+    collator = DataCollatorForMars(**arguments, block_offset="random")
+    batch = collator(examples)
     phases = batch["grid_ids"][:, 0]
     assert set(phases.tolist()) == {0, 1, 2, 3}
-    assert not torch.equal(phases, other["grid_ids"][:, 0])
     for row, example in enumerate(examples):
         expected = brute_force_row(example["input_ids"], example["labels"], 4, int(phases[row]))
         assert unpadded(batch, row) == expected
-    torch.manual_seed(1)
-    again = collator(examples)
-    assert all(torch.equal(batch[key], again[key]) for key in batch)
+        # Neither the batch nor what was drawn before matters.
+        assert collator([example])["grid_ids"][0, 0] == phases[row]
+    other_seed = DataCollatorForMars(**arguments, block_offset="random", seed=2**32 - 1)
+    assert not torch.equal(other_seed(examples)["grid_ids"][:, 0], phases)
+    steps = torch.stack([collator.regrid(batch, step)["grid_ids"][:, 0] for step in range(400)])
+    assert torch.equal(steps[0], phases)
+    assert all(set(column.tolist()) == {0, 1, 2, 3} for column in steps.T)
+    counts = steps.flatten().bincount()
+    # 25600 draws: a share strays from a quarter by 0.0027.
+    assert ((counts / counts.sum() - 0.25).abs() < 0.01).all()
+    # Nor does a step tell what the next one draws.
+    pairs = (4 * steps[:-1] + steps[1:]).flatten().bincount()
+    assert ((pairs / pairs.sum() - 1 / 16).abs() < 0.006).all()
+
+
+@pytest.mark.parametrize("block_offset", ["fixed", "random"])
+@pytest.mark.parametrize("options", [{}, {"padding_free": True}, {"pad_to_multiple_of": 8}], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_laid_out_anew_is_one_of_the_other_size(block_offset, options, packed):
+    examples = random_packed(5) if packed else random_examples(5)
+    arguments = {
+        "pad_token_id": PAD,
+        "mask_token_id": MASK,
+        "block_offset": block_offset,
+        "dense_mask": False,
+        **options,
+    }
+    large, small = (DataCollatorForMars(**arguments, block_size=size) for size in (5, 2))
+    expected = small(examples)
+    anew = large.regrid(large(examples), step=0, block_size=2)
+    assert set(anew) == set(expected)
+    assert all(torch.equal(anew[key], expected[key]) for key in expected)
+    back = large.regrid(large.regrid(anew, step=7), step=0)
+    assert all(torch.equal(back[key], value) for key, value in large(examples).items())
 
 
 def test_layout_and_own_block():
@@ -128,7 +157,7 @@ def test_layout_and_own_block():
         pad_token_id=PAD, mask_token_id=MASK, block_size=3, block_offset="random", dense_mask=False
     )
     batch = collator(random_examples(3, count=16))
-    layout, own = batch_layout(batch, 3), predicts_own_block(batch, 3)
+    layout, own = batch_layout(batch), predicts_own_block(batch)
     for row in range(16):
         phase = int(batch["grid_ids"][row, 0])
         for column in (batch["stream_ids"][row] != PADDING).nonzero().flatten().tolist():
@@ -141,7 +170,7 @@ def test_dense_batch_is_model_input():
     examples = random_examples(2)
     arguments = {"pad_token_id": PAD, "mask_token_id": MASK, "block_size": 3}
     batch = DataCollatorForMars(**arguments)(examples)
-    layout = batch_layout(DataCollatorForMars(**arguments, dense_mask=False)(examples), 3)
+    layout = batch_layout(DataCollatorForMars(**arguments, dense_mask=False)(examples))
     assert torch.equal(batch["attention_mask"], dense_mask(layout))
     assert set(batch) == {"input_ids", "position_ids", "attention_mask", "target_ids", "labels"}
     targets = batch.pop("target_ids")
@@ -197,7 +226,7 @@ def test_documents_of_a_row_are_rows_of_their_own(block_size, seed, padding_free
     batch = DataCollatorForMars(
         **arguments, mask_token_id=MASK, block_size=block_size, block_offset=block_offset, dense_mask=False
     )(examples)
-    layout = batch_layout(batch, block_size)
+    layout = batch_layout(batch)
     rows = (
         [[document for example in examples for document in documents_of(example)]]
         if padding_free

@@ -23,13 +23,14 @@ TABLE = {
     "losses": {"masks"},
     "cache": set(),
     "mask_token": set(),
-    "collator": {"masks"},
+    "streams": {"masks"},
+    "collator": {"masks", "streams"},
     "refusals": {"masks"},
     "end_of_turn": set(),
     "fused_head": set(),
     "sft_config": {"collator"},
     "loading": {"refusals", "sft_config"},
-    "stream_log": {"losses", "collator"},
+    "stream_log": {"losses", "streams"},
     "options": {"acceptance"},
     "pacing": set(),
     "state": set(),
@@ -49,6 +50,7 @@ TABLE = {
         "fused_head",
         "sft_config",
         "loading",
+        "streams",
         "stream_log",
         "modeling",
         "end_of_turn",
@@ -91,7 +93,7 @@ def test_library_keeps_to_the_table(path: Path):
 
 def test_training_and_decoding_meet_only_in_the_masks_and_the_mask_token():
     # The trainer itself hands its model to `get_mars_model`, so that it can generate; nothing below it knows decoding.
-    for module in ("losses", "mask_token", "collator", "refusals", "fused_head", "sft_config", "loading", "stream_log"):
+    for module in needs("sft_trainer") - needs("modeling") - {"sft_trainer"}:
         assert needs(module) & needs("modeling") <= {"masks", "mask_token"}
 
 

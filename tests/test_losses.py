@@ -9,9 +9,10 @@ import torch
 from conftest import MODELS, make_model
 from test_collator import random_examples
 
-from mars_hf.collator import DataCollatorForMars, batch_layout, predicts_own_block
+from mars_hf.collator import DataCollatorForMars
 from mars_hf.losses import TokenScores, count_within_block, mars_loss, stream_metrics, stream_sums
 from mars_hf.masks import CLEAN, MASKED, PADDING, Layout, dense_mask, mars_attention_mask, masks_for_model
+from mars_hf.streams import batch_layout, predicts_own_block
 
 PAD, MASK = 0, 99
 
@@ -24,7 +25,7 @@ def make_batch(examples, block_size=3, block_offset="fixed"):
 
 def two_stream_log_probs(model, batch, block_size):
     """(N, T): log-probability of each position's target, zero where none, from the model's own logits."""
-    layout = batch_layout(batch, block_size)
+    layout = batch_layout(batch)
     mask = masks_for_model(model.config, model.dtype, lambda window: dense_mask(layout, window))
     logits = model(batch["input_ids"], attention_mask=mask, position_ids=batch["position_ids"], use_cache=False).logits
     targets = batch["target_ids"]
@@ -82,7 +83,6 @@ def test_loss_and_gradients_equal_one_forward_per_target(name, attention):
 
 def test_random_offset_and_dft_equal_one_forward_per_target(model):
     examples = random_examples(6, count=4)
-    torch.manual_seed(0)
     batch = make_batch(examples, 4, "random")
     phases = batch["grid_ids"][:, 0].tolist()
     assert len(set(phases)) > 1
@@ -126,7 +126,7 @@ def test_clean_stream_is_the_ordinary_model(name, attention):
     model = make_model(name, attention)
     examples = random_examples(8, count=3)
     batch = make_batch(examples)
-    layout = batch_layout(batch, 3)
+    layout = batch_layout(batch)
     mask = masks_for_model(model.config, model.dtype, lambda window: dense_mask(layout, window))
     with torch.no_grad():
         logits = model(batch["input_ids"], attention_mask=mask, position_ids=batch["position_ids"]).logits
@@ -140,7 +140,7 @@ def test_masked_blocks_do_not_see_their_own_clean_tokens(name):
     model, block_size, length = make_model(name), 3, 11
     example = {"input_ids": list(range(10, 10 + length)), "labels": list(range(10, 10 + length))}
     batch = make_batch([example], block_size)
-    layout = batch_layout(batch, block_size)
+    layout = batch_layout(batch)
     masks = masks_for_model(model.config, model.dtype, lambda window: dense_mask(layout, window))
     with torch.no_grad():
         before = model(batch["input_ids"], attention_mask=masks, position_ids=batch["position_ids"]).logits[0]
@@ -227,14 +227,13 @@ def loop_metrics(examples, phases, batch, scores, block_size):
 @pytest.mark.parametrize("seed", range(3))
 def test_metrics_equal_the_loops(seed, block_size, block_offset):
     examples = random_examples(seed, count=8)
-    torch.manual_seed(seed)
     batch = make_batch(examples, block_size, block_offset)
     scores = random_scores(batch, seed)
     sums = stream_sums(
         scores,
-        batch_layout(batch, block_size),
+        batch_layout(batch),
         batch["input_ids"] == MASK,
-        predicts_own_block(batch, block_size),
+        predicts_own_block(batch),
         block_size,
     )
     metrics = stream_metrics({name: value.item() for name, value in sums.items()}, block_size)
@@ -248,6 +247,6 @@ def test_metrics_equal_the_loops(seed, block_size, block_offset):
 def test_a_mean_over_nothing_is_left_out():
     batch = make_batch([{"input_ids": [5, 6, 7], "labels": [-100] * 3}])
     sums = stream_sums(
-        random_scores(batch, 0), batch_layout(batch, 3), batch["input_ids"] == MASK, predicts_own_block(batch, 3), 3
+        random_scores(batch, 0), batch_layout(batch), batch["input_ids"] == MASK, predicts_own_block(batch), 3
     )
     assert stream_metrics({name: value.item() for name, value in sums.items()}, 3) == {}

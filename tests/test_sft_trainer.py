@@ -39,10 +39,11 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from mars_hf.collator import DataCollatorForMars, batch_layout
+from mars_hf.collator import DataCollatorForMars
 from mars_hf.masks import PADDING, Layout, dense_mask
 from mars_hf.sft_config import MarsSFTConfig, as_mars_config
 from mars_hf.sft_trainer import MarsSFTTrainer
+from mars_hf.streams import batch_layout
 
 QUIET = {
     "report_to": "none",
@@ -355,7 +356,7 @@ def test_documents_never_see_each_other(tmp_path, attention):
     changed["input_ids"][other] = (changed["input_ids"][other] + 7) % 256
     hidden = []
     for inputs in (batch, changed):
-        layout = batch_layout(inputs, 3)
+        layout = batch_layout(inputs)
         with torch.no_grad():
             hidden.append(
                 trainer.model.model(
@@ -490,14 +491,6 @@ def test_streaming_equals_the_dataset_in_memory(tmp_path):
         assert log["loss"] == pytest.approx(other["loss"], rel=1e-6)
 
 
-def test_random_offset_is_seeded_and_changes(tmp_path):
-    options = {"mars_block_size": 4, "mars_block_offset": "random", "num_train_epochs": 2, "learning_rate": 0.0}
-    first, second = (train(make_trainer(tmp_path, **options, per_device_train_batch_size=5))[1] for _ in range(2))
-    assert [log["loss"] for log in first] == [log["loss"] for log in second]
-    assert first[0]["ar_loss"] == pytest.approx(first[1]["ar_loss"], rel=1e-6)
-    assert abs(first[0]["mask_loss"] - first[1]["mask_loss"]) > 1e-3
-
-
 def test_pads_to_a_multiple(tmp_path):
     trainer = make_trainer(tmp_path, mars_block_size=3, pad_to_multiple_of=32)
     batch = trainer.data_collator(list(trainer.train_dataset))
@@ -507,9 +500,9 @@ def test_pads_to_a_multiple(tmp_path):
     assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def router_loss(model, batch, block_size):
+def router_loss(model, batch):
     """Experts times the sum over them of (share of the choices) x (mean probability), row by row without padding."""
-    layout = batch_layout(batch, block_size)
+    layout = batch_layout(batch)
     chosen, probabilities = [], []
 
     def record(module, args, output):
@@ -537,10 +530,10 @@ def test_router_loss_counts_the_tokens_of_both_streams(tmp_path):
     loss = trainer.compute_loss(trainer.model.train(), dict(batch))
     actual = gradients(trainer.model, loss)
     model = without.model.train()
-    expected = without.compute_loss(model, dict(batch)) + 0.5 * router_loss(model, batch, 3)
+    expected = without.compute_loss(model, dict(batch)) + 0.5 * router_loss(model, batch)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert_same_gradients(actual, gradients(model, expected))
-    assert trainer._metrics["train"]["aux_loss"] == pytest.approx([router_loss(model, batch, 3).item()], rel=1e-5)
+    assert trainer._metrics["train"]["aux_loss"] == pytest.approx([router_loss(model, batch).item()], rel=1e-5)
     assert "aux_loss" not in without._metrics["train"]
 
 
@@ -856,6 +849,9 @@ def test_without_masked_stream_nothing_is_refused(tmp_path):
         ({"mars_ar_weight": float("inf")}, "got inf"),
         ({"mars_ar_weight": 0, "mars_mask_weight": 0}, "nothing would be trained"),
         ({"mars_block_offset": "half"}, "must be one of fixed, random, got 'half'"),
+        ({"mars_block_curriculum": 1.0}, "`mars_block_curriculum` must be at least 0 and below 1.*got 1.0"),
+        ({"mars_block_curriculum": -0.1}, "got -0.1"),
+        ({"mars_block_curriculum": float("nan")}, "got nan"),
     ],
 )
 def test_config_values(tmp_path, options, message):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mars_hf.generation import MarsGenerationMixin
     from mars_hf.mask_token import add_mask_token
     from mars_hf.masks import mars_attention_mask
+    from mars_hf.model_card import record_results
     from mars_hf.modeling import AutoMarsModelForCausalLM, get_mars_model
     from mars_hf.options import MarsStep
     from mars_hf.sft_config import MarsSFTConfig
@@ -32,6 +33,7 @@ __all__ = [
     "add_mask_token",
     "get_mars_model",
     "mars_attention_mask",
+    "record_results",
 ]
 
 _MODULE_OF = {
@@ -46,6 +48,7 @@ _MODULE_OF = {
     "add_mask_token": "mask_token",
     "get_mars_model": "modeling",
     "mars_attention_mask": "masks",
+    "record_results": "model_card",
 }
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+import sys
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .class_swap import swap_class
 from .generation import MarsGenerationMixin
+from .hub import MarsCheckpointMixin
+from .pretrained import known_kwargs, recorded_entries
 
 
 def get_mars_model(model: Any, mask_token_id: int | None = None, block_size: int | None = None) -> Any:
@@ -40,8 +43,10 @@ def get_mars_model(model: Any, mask_token_id: int | None = None, block_size: int
             )
     if block_size is not None and (isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1):
         raise ValueError(f"`block_size` must be a positive integer, got {block_size!r}.")
-    if not isinstance(base, MarsGenerationMixin):
-        base.__class__ = _mars_class(type(base))  # type: ignore[arg-type]
+    _drop_remote_generate(base)
+    swap_class(base, MarsCheckpointMixin, MarsGenerationMixin)
+    if base is not model:
+        swap_class(model, MarsCheckpointMixin)
     for name, value in (("mars_mask_token_id", mask_token_id), ("mars_block_size", block_size)):
         if value is not None:
             setattr(base.generation_config, name, value)
@@ -50,12 +55,22 @@ def get_mars_model(model: Any, mask_token_id: int | None = None, block_size: int
     return model
 
 
-@cache
-def _mars_class(stock: type) -> type:
-    # `architectures` of a saved config, pipelines and auto classes all go by the class name.
-    return type(
-        stock.__name__, (MarsGenerationMixin, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__}
-    )
+def _drop_remote_generate(model: PreTrainedModel) -> None:
+    """Let the library decode where `from_pretrained(..., trust_remote_code=True)` has put a repository's `generate`.
+
+    Raises:
+        ValueError: if that is not the one of a MARS checkpoint.
+    """
+    replacement = vars(model).get("generate")
+    if replacement is None:
+        return
+    function = getattr(replacement, "func", replacement)
+    if not hasattr(sys.modules.get(function.__module__), MarsGenerationMixin.__name__):
+        raise ValueError(
+            "The repository of this model brings its own `generate`, and MARS is another. Load the model without "
+            "`trust_remote_code=True`."
+        )
+    del vars(model)["generate"]
 
 
 class AutoMarsModelForCausalLM:
@@ -69,8 +84,21 @@ class AutoMarsModelForCausalLM:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint as `AutoModelForCausalLM.from_pretrained` does, with all its arguments."""
-        return get_mars_model(AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs))
+        """Load a checkpoint as `AutoModelForCausalLM.from_pretrained` does, with all its arguments.
+
+        Weights are read from safetensors only. Checkpoints of the paper's authors (`model_type` `a2d-qwen2` and the
+        like) load as the stock model that they are.
+
+        Raises:
+            ValueError: for `use_safetensors=False`; otherwise what `AutoModelForCausalLM` raises.
+        """
+        path = pretrained_model_name_or_path
+        kwargs = known_kwargs(path, kwargs)
+        model = get_mars_model(AutoModelForCausalLM.from_pretrained(path, *args, **kwargs))
+        for name, value in recorded_entries(model, path, kwargs).items():
+            setattr(model.generation_config, name, value)
+            model.generation_config._from_model_config = False
+        return model
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ from trl.trainer.utils import get_config_model_id, global_then_local_main_first
 from .collator import DataCollatorForMars, wrap_documents
 from .end_of_turn import record_end_of_turn
 from .fused_head import make_head_readable, score_targets
+from .hub import write_trainer_card
 from .loading import load_model
 from .losses import mars_loss
 from .mask_token import add_mask_token, find_mask_token, train_mask_row
@@ -191,11 +192,10 @@ class MarsSFTTrainer(SFTTrainer):
         # So that `trainer.model.generate(mars_threshold=...)` works as soon as training is done.
         get_mars_model(self.model)
 
-    def _save(self, output_dir=None, state_dict=None):
-        super()._save(output_dir, state_dict)
-        # An adapter is saved without the generation config, where decoding finds the block size and the mask token.
-        if self._has_masked_stream and is_peft_model(self.model):
-            _base_model(self.model).generation_config.save_pretrained(output_dir or self.args.output_dir)
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        super().create_model_card(model_name, dataset_name, tags)
+        if self._has_masked_stream and self.is_world_process_zero():
+            write_trainer_card(self, dataset_name, model_name)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)

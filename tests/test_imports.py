@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,18 @@ TABLE = {
     "records": {"state"},
     "proposing": {"masks", "cache", "state"},
     "drafting": {"masks", "cache", "state", "proposing"},
-    "decoding": {"acceptance", "options", "state", "records", "proposing", "drafting"},
+    "decoding": {"acceptance", "options", "pacing", "state", "records", "proposing", "drafting"},
     "generation_refusals": {"masks", "options"},
     "generation": {"cache", "options", "decoding", "generation_refusals"},
-    "modeling": {"generation"},
+    "class_swap": set(),
+    "remote_generate": {"class_swap", "generation"},
+    "bundle": set(),
+    "model_card": set(),
+    "hub": {"bundle", "model_card"},
+    "pretrained": set(),
+    "modeling": {"class_swap", "generation", "hub", "pretrained"},
+    "lm_eval": {"modeling", "pretrained"},
+    "serve": {"modeling"},
     "sft_trainer": {
         "masks",
         "losses",
@@ -52,8 +61,27 @@ TABLE = {
         "loading",
         "streams",
         "stream_log",
+        "hub",
         "modeling",
         "end_of_turn",
+    },
+}
+
+
+# Each file of a package inside the library may import these files of the package, and these of the library.
+SUBPACKAGES = {
+    "baselines": {
+        "arguments": (set(), {"decoding"}),
+        "block_diffusion": (set(), {"masks"}),
+        "block_diffusion_trainer": ({"block_diffusion"}, {"fused_head", "mask_token", "masks", "refusals"}),
+        "block_diffusion_sampler": ({"arguments", "block_diffusion"}, {"cache", "decoding", "masks"}),
+        "jacobi": ({"arguments"}, {"acceptance", "cache", "decoding", "masks"}),
+    },
+    "metrics": {
+        "agreement": (set(), set()),
+        "bootstrap": (set(), set()),
+        "gsm8k": (set(), set()),
+        "paths": (set(), set()),
     },
 }
 
@@ -91,6 +119,20 @@ def test_library_keeps_to_the_table(path: Path):
     assert own_imports(path) <= TABLE[path.stem]
 
 
+@pytest.mark.parametrize("package", SUBPACKAGES)
+def test_packages_inside_keep_to_their_table(package: str):
+    table = SUBPACKAGES[package]
+    files = {path.stem: path for path in (ROOT / "mars_hf" / package).glob("*.py") if path.stem != "__init__"}
+    assert files.keys() == table.keys()
+    above: set[str] = set()
+    for name, (own, library) in table.items():
+        assert own <= above, f"{package}.{name} imports from a file below it"
+        above.add(name)
+        for node in ast.walk(ast.parse(files[name].read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.module in {1: own, 2: library}[node.level], f"{package}.{name} imports {node.module}"
+
+
 def test_training_and_decoding_meet_only_in_the_masks_and_the_mask_token():
     # The trainer itself hands its model to `get_mars_model`, so that it can generate; nothing below it knows decoding.
     for module in needs("sft_trainer") - needs("modeling") - {"sft_trainer"}:
@@ -101,8 +143,8 @@ def test_training_and_decoding_meet_only_in_the_masks_and_the_mask_token():
 def test_recipes_use_only_public_names(path: Path):
     for module, names in imports_of(path):
         if module.split(".")[0] == "mars_hf":
-            assert module == "mars_hf"
-            assert set(names) <= set(mars_hf.__all__)
+            assert module in ("mars_hf", *(f"mars_hf.{package}" for package in SUBPACKAGES))
+            assert set(names) <= set(import_module(module).__all__)
 
 
 @pytest.mark.parametrize("name", mars_hf.__all__)

@@ -1,0 +1,92 @@
+"""Checkpoints as others save them: the paper's authors, PEFT, and who records the mask token in `config.json` only."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import has_file
+
+# The paper's code trains stock architectures under these names: `a2d-qwen2`, `a2d-qwen3`, `a2d-llama`.
+AUTHORS_PREFIX = "a2d-"
+AUTHORS_MASK_TOKEN = "<|mask|>"
+HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def known_kwargs(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for `AutoModelForCausalLM.from_pretrained`: safetensors only, and a stock config for the authors'.
+
+    Raises:
+        ValueError: for `use_safetensors=False`, and for an adapter that has no safetensors.
+    """
+    kwargs = dict(kwargs)
+    if kwargs.get("use_safetensors") is False:
+        raise ValueError(
+            "`use_safetensors=False` would load a pickle, which can run code. Convert the checkpoint to safetensors: "
+            "load it with `AutoModelForCausalLM` where you trust it, and `save_pretrained` it."
+        )
+    if kwargs.get("gguf_file") is not None:
+        return kwargs
+    kwargs["use_safetensors"] = True
+    # transformers takes that for the base model only, and falls back to an adapter's pickle.
+    if _has_file(path, "adapter_config.json", kwargs) and not _has_file(path, "adapter_model.safetensors", kwargs):
+        raise ValueError(
+            f"The adapter {path} has no `adapter_model.safetensors`, and loading a pickle can run code. Save it again "
+            "with `safe_serialization=True` where you trust it."
+        )
+    if "config" not in kwargs and (config := _authors_config(path, kwargs)) is not None:
+        kwargs["config"] = config
+    return kwargs
+
+
+def _authors_config(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> PreTrainedConfig | None:
+    """The stock config of a checkpoint whose `model_type` is `a2d-` and a stock type; None for any other."""
+    try:
+        entries, _ = PreTrainedConfig.get_config_dict(path, **_hub_kwargs(kwargs))
+    except OSError:  # an adapter, or nothing there, which loading says better
+        return None
+    stock = str(entries.get("model_type", "")).removeprefix(AUTHORS_PREFIX)
+    if stock == entries.get("model_type", "") or stock not in CONFIG_MAPPING:
+        return None
+    # What names the authors' classes is left out, with the code that `auto_map` would ask for.
+    entries = {k: v for k, v in entries.items() if k not in ("architectures", "auto_map", "model_type")}
+    config = CONFIG_MAPPING[stock].from_dict(entries)
+    config.mask_token_id = entries.get("mask_token_id", _authors_mask_token_id(path, kwargs))
+    return config
+
+
+def _authors_mask_token_id(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> int | None:
+    tokenizer = AutoTokenizer.from_pretrained(path, **_hub_kwargs(kwargs))
+    return tokenizer.get_vocab().get(tokenizer.mask_token or AUTHORS_MASK_TOKEN)
+
+
+def recorded_entries(model: Any, path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The `mars_*` entries for a loaded model whose own generation config has no mask token.
+
+    They are recorded beside an adapter, whose model takes the generation config of its base, or in `config.json`.
+    """
+    if getattr(model.generation_config, "mars_mask_token_id", None) is not None:
+        return {}
+    try:
+        beside = GenerationConfig.from_pretrained(path, **_hub_kwargs(kwargs)).to_dict()
+    except OSError:
+        beside = {}
+    found = {name: value for name, value in beside.items() if name.startswith("mars_")}
+    mask_token_id = getattr(model.config, "mask_token_id", None)
+    if "mars_mask_token_id" not in found and mask_token_id is not None:
+        found["mars_mask_token_id"] = mask_token_id
+    return found
+
+
+def _has_file(path: str | os.PathLike[str], name: str, kwargs: dict[str, Any]) -> bool:
+    known = {k: kwargs[k] for k in ("cache_dir", "local_files_only", "proxies", "revision", "token") if k in kwargs}
+    try:
+        return has_file(path, name, **known)
+    except OSError:  # no such repository, or no way to it, which loading says better
+        return False
+
+
+def _hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}

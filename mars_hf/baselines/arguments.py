@@ -1,0 +1,87 @@
+"""What the baselines' `generate` functions have in common: prompts checked, end tokens found, the output put together.
+
+Shapes: N rows, P prompt columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..decoding import MarsGenerateOutput
+
+
+def check_prompts(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int
+) -> Tensor:
+    """The prompts' mask, bool (N, P), True where there is a token.
+
+    Raises:
+        ValueError: for prompts that are empty, padded on the right or with holes, and for a reply of no token or one
+            that the model has no positions for.
+    """
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"`max_new_tokens` must be a positive integer, got {max_new_tokens!r}.")
+    if input_ids.ndim != 2 or input_ids.numel() == 0:
+        raise ValueError(f"`input_ids` must be (rows, tokens), neither empty, got {tuple(input_ids.shape)}.")
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"`attention_mask` must be of the shape of `input_ids`, got {tuple(mask.shape)}.")
+    mask = mask.bool()
+    if not bool(mask[:, -1].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ValueError("The prompts must be padded on the left only. Set `tokenizer.padding_side = 'left'`.")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = int(mask.sum(-1).max()) + max_new_tokens
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"The longest prompt and its new tokens take {longest} positions, and the model has {limit}. Lower "
+            "`max_new_tokens`."
+        )
+    return mask
+
+
+def end_tokens(
+    model: PreTrainedModel, eos_token_id: int | Sequence[int] | None, device: torch.device
+) -> Tensor | None:
+    """The ids that end a row: those given, else those of the generation config; None if there are none."""
+    ids: Any = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+    if ids is None:
+        return None
+    return torch.tensor([ids] if isinstance(ids, int) else list(ids), device=device)
+
+
+def padding_token(model: PreTrainedModel, stops: Tensor | None, pad_token_id: int | None) -> int | None:
+    """The id that fills rows which end early: the one given, else that of the generation config, else an end token."""
+    if pad_token_id is None:
+        pad_token_id = model.generation_config.pad_token_id
+    return int(stops[0]) if pad_token_id is None and stops is not None else pad_token_id
+
+
+def finish(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    replies: Tensor,
+    filled: Tensor,
+    stops: Tensor | None,
+    pad_token_id: int | None,
+) -> MarsGenerateOutput:
+    """Cut the replies (N, M) behind their first end token and count, from the positions (N, steps) filled a step."""
+    length = torch.full((len(replies),), replies.shape[1], device=replies.device)
+    if stops is not None:
+        before_end = torch.isin(replies, stops).long().cumsum(-1) == 0
+        length = (before_end.long().sum(-1) + 1).clamp(max=replies.shape[1])
+    column = torch.arange(int(length.max()), device=replies.device)
+    replies = replies[:, : len(column)]
+    pad = padding_token(model, stops, pad_token_id)
+    if pad is not None:
+        replies = replies.where(column < length[:, None], pad)
+    return MarsGenerateOutput(
+        sequences=torch.cat([input_ids, replies], dim=-1),
+        num_forwards=filled.shape[1],
+        accepted_lengths=filled,
+        tokens_per_forward=length.cpu() / (filled > 0).sum(-1),
+    )

@@ -1,0 +1,229 @@
+"""`BlockDiffusionTrainer`: turn an autoregressive model into a block-diffusion one with TRL's `SFTTrainer`.
+
+Shapes: N rows of a batch, L tokens of an example, T tokens of a two-stream sequence, B the block size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import pad
+
+from ..fused_head import score_targets
+from ..mask_token import add_mask_token
+from ..masks import CLEAN, PADDING, masks_for_model
+from ..refusals import refuse_arguments, refuse_model, refuse_processor
+from .block_diffusion import NOISY, block_diffusion_loss, dense_block_mask, draw_noise, stream_layout
+
+
+@dataclass
+class BlockDiffusionConfig(SFTConfig):
+    """`SFTConfig` with what block diffusion adds.
+
+    Args:
+        block_size: number of tokens in a block, B.
+        noise_low: lowest noise level t. Not 0: a token masked at level t weighs 1/t.
+        noise_high: highest noise level t, at most 1.
+        mask_token: the mask token. None takes the tokenizer's own, or adds `<|mask|>`.
+
+    Raises:
+        ValueError: for a value out of range, and for packing, padding-free batches and label smoothing.
+    """
+
+    block_size: int = field(default=4, metadata={"help": "Number of tokens in a block."})
+    noise_low: float = field(default=1e-3, metadata={"help": "Lowest share of a block's targets that is masked."})
+    noise_high: float = field(default=1.0, metadata={"help": "Highest share of a block's targets that is masked."})
+    mask_token: str | None = field(
+        default=None,
+        metadata={"help": "The mask token. If not set, the tokenizer's own is used, or `<|mask|>` is added to it."},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"`block_size` must be a positive integer, got {self.block_size!r}.")
+        if not 0 < self.noise_low <= self.noise_high <= 1:
+            raise ValueError(
+                "Noise levels must satisfy 0 < `noise_low` <= `noise_high` <= 1, got "
+                f"{self.noise_low!r} and {self.noise_high!r}."
+            )
+        for name in ("packing", "padding_free", "eval_packing"):
+            if getattr(self, name):
+                raise ValueError(f"Block diffusion trains on padded rows only. Set `{name}=False`.")
+        if self.loss_type not in (None, "nll"):
+            raise ValueError(f"Block diffusion has its own loss. Leave `loss_type` at 'nll', got {self.loss_type!r}.")
+
+
+@dataclass
+class DataCollatorForBlockDiffusion(DataCollatorForLanguageModeling):
+    """Collator for block diffusion: each row is an example's clean stream with its noisy stream right behind it.
+
+    The noisy stream holds the blocks that have a target, whole; other blocks change nothing in the loss. An example
+    that ends with a target is filled up to a whole block with targets of `fill_token_id`, because sampling meets whole
+    blocks only. An example of `max_length` tokens may be cut, and is not filled.
+
+    Keys of the batch: `input_ids`, `position_ids`, `stream_ids`, `target_ids` (-100 where nothing is scored) and
+    `noise_level`, all (N, T); `labels` (N, longest L), every target, masked in this draw or not.
+
+    Args:
+        pad_token_id: id that fills rows.
+        mask_token_id: id of the mask token.
+        fill_token_id: id that fills an example's last block: the one that ends a sequence.
+        block_size: B.
+        noise_range: lowest and highest noise level, see `draw_noise`.
+        max_length: the length that examples are cut to, or None.
+    """
+
+    mask_token_id: int = field(kw_only=True)
+    fill_token_id: int = field(kw_only=True)
+    block_size: int = field(kw_only=True)
+    noise_range: tuple[float, float] = field(default=(1e-3, 1.0), kw_only=True)
+    max_length: int | None = field(default=None, kw_only=True)
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        rows = [self._row(example) for example in examples]
+        padding = {
+            "input_ids": self.pad_token_id,
+            "position_ids": 0,
+            "target_ids": -100,
+            "stream_ids": PADDING,
+            "noise_level": 1.0,
+            "labels": -100,
+        }
+        return {
+            key: pad([row[key] for row in rows], value, "right", self.pad_to_multiple_of)
+            for key, value in padding.items()
+        }
+
+    def _row(self, example: dict[str, Any]) -> dict[str, Tensor]:
+        ids = torch.as_tensor(example["input_ids"], dtype=torch.long)
+        labels = torch.as_tensor(example.get("labels", example["input_ids"]), dtype=torch.long)
+        missing = -len(ids) % self.block_size
+        was_cut = self.max_length is not None and len(ids) >= self.max_length
+        if missing and not was_cut and labels[-1] != -100:
+            fill = torch.full((missing,), self.fill_token_id)
+            ids, labels = torch.cat([ids, fill]), torch.cat([labels, fill])
+        position = torch.arange(len(ids))
+        block = position // self.block_size
+        is_target = labels != -100
+        # As in `SFTTrainer`, the first token is given, so that losses are over the same targets.
+        is_target[:1] = False
+        masked, level = draw_noise(is_target, block, self.noise_range)
+        noisy = torch.isin(block, block[is_target])
+        return {
+            "input_ids": torch.cat([ids, ids.masked_fill(masked, self.mask_token_id)[noisy]]),
+            "position_ids": torch.cat([position, position[noisy]]),
+            "target_ids": torch.cat([torch.full_like(ids, -100), torch.where(masked, labels, -100)[noisy]]),
+            "stream_ids": torch.cat([torch.full_like(ids, CLEAN), torch.full_like(position[noisy], NOISY)]),
+            "noise_level": torch.cat([torch.ones(len(ids)), level[noisy]]),
+            "labels": torch.where(is_target, labels, -100),
+        }
+
+
+class BlockDiffusionTrainer(SFTTrainer):
+    """`SFTTrainer` with the loss of block diffusion in place of its own; sample with `block_diffusion_generate`.
+
+    It gives the tokenizer a mask token if it has none, and logs `mask_accuracy`: how often the likeliest token of a
+    masked position is the right one, over all noise levels.
+
+    Args:
+        model: a decoder-only model, or the path of one; not wrapped by PEFT.
+        args: a `BlockDiffusionConfig`.
+        processing_class: the tokenizer; by default that of `model`.
+        kwargs: what else `SFTTrainer` takes, but for a collator, a loss function and a PEFT configuration.
+
+    Raises:
+        ValueError: for arguments and models that the second stream rules out.
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "block-diffusion", "sft"]
+    _name = "Block Diffusion"
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        args: BlockDiffusionConfig,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ):
+        if not isinstance(args, BlockDiffusionConfig):
+            raise ValueError(f"`args` must be a `BlockDiffusionConfig`, got `{type(args).__name__}`.")
+        refuse_arguments(args, kwargs.get("data_collator"), kwargs.get("compute_loss_func"))
+        for name in ("peft_config", "compute_metrics", "quantization_config"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"`BlockDiffusionTrainer` is a baseline and does not take `{name}`. Leave it unset.")
+        set_seed(args.seed)  # as in `SFTTrainer`, and here already because a new embedding row is drawn at random
+        name_or_path = model if isinstance(model, str) else model.config._name_or_path
+        if isinstance(model, str):
+            model = AutoModelForCausalLM.from_pretrained(model, **(args.model_init_kwargs or {"dtype": "float32"}))
+        refuse_model(model, args.device)
+        if model.config.get_text_config()._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError("Block diffusion needs a dense mask. Load the model with `attn_implementation='sdpa'`.")
+        if processing_class is None:
+            processing_class = AutoTokenizer.from_pretrained(name_or_path)
+        refuse_processor(processing_class)
+        self._mask_token_id = add_mask_token(processing_class, model, args.mask_token)
+        fill = processing_class.eos_token_id
+        if fill is None:
+            raise ValueError("Block diffusion fills the last block with the end of the text. Set an `eos_token`.")
+        pad_token_id = processing_class.pad_token_id
+        collator = DataCollatorForBlockDiffusion(
+            pad_token_id=fill if pad_token_id is None else pad_token_id,
+            pad_to_multiple_of=args.pad_to_multiple_of,
+            mask_token_id=self._mask_token_id,
+            fill_token_id=fill,
+            block_size=args.block_size,
+            noise_range=(args.noise_low, args.noise_high),
+            max_length=args.max_length,
+        )
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **{key: value for key, value in kwargs.items() if value is not None},
+        )
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        layout = stream_layout(inputs["stream_ids"], inputs["position_ids"], self.args.block_size)
+        target_ids = inputs["target_ids"]
+        outputs = score_targets(
+            model,
+            self.accelerator.unwrap_model(self.model),
+            target_ids,
+            {
+                "input_ids": inputs["input_ids"],
+                "attention_mask": masks_for_model(
+                    self.model.config, self.model.dtype, lambda window: dense_block_mask(layout, window)
+                ),
+                "position_ids": inputs["position_ids"],
+                "use_cache": False,
+            },
+        )
+        is_masked = target_ids != -100
+        num_targets = num_items_in_batch
+        if num_targets is None:
+            num_targets = (inputs["labels"] != -100).sum()
+        loss = block_diffusion_loss(outputs.log_probs, is_masked, inputs["noise_level"], num_targets)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes
+        sums = torch.stack([(outputs.is_top1.bool() & is_masked).sum(), is_masked.sum()]).float()
+        correct, masked = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
+        if masked > 0:
+            self._metrics["train" if self.model.training else "eval"]["mask_accuracy"].append(correct / masked)
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        # There are no logits to hand out: only the masked positions meet the head.
+        return super().prediction_step(model, inputs, True, ignore_keys)

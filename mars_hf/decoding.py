@@ -29,6 +29,7 @@ from transformers.generation import (
 from .acceptance import accepted_length, confidence_of, cut_after_first, is_confident
 from .drafting import DraftProposer
 from .options import MarsOptions, MarsStep, check_threshold
+from .pacing import WindowPacer, costs_of
 from .proposing import BlockProposer, CursorProposer, Proposer
 from .records import TokenRecord
 from .state import DecodingState
@@ -100,6 +101,7 @@ class MarsDecoder:
             hidden=0 if embeds is None else embeds.shape[1] - input_ids.shape[1],
         )
         self.proposer = make_proposer(model, options, model_kwargs, self.device)
+        self.pacer = WindowPacer(costs_of(model), options.block_size) if options.adaptive_window else None
         wants = generation_config.return_dict_in_generate
         self.scores = TokenRecord(self.state) if wants and generation_config.output_scores else None
         self.logits = TokenRecord(self.state) if wants and generation_config.output_logits else None
@@ -109,10 +111,15 @@ class MarsDecoder:
     def run(self) -> Tensor | MarsGenerateOutput:
         """Decode until every row has ended."""
         while self.state.host_rows:
+            began = time.perf_counter()
+            if self.pacer is not None and self.proposer.num_forwards:
+                self.proposer.window = self.pacer.choose(len(self.state.host_rows))
             threshold = self._threshold()
             logits = self.proposer.propose(self.state)
             tokens, accepted, ended = self._accept(logits, threshold)
-            self._commit(tokens, accepted, ended)
+            host_accepted, host_ended = self._commit(tokens, accepted, ended)
+            if self.pacer is not None:
+                self.pacer.record(host_accepted, host_ended, self.proposer.width, time.perf_counter() - began)
         return self._output()
 
     def _threshold(self) -> Tensor | None:
@@ -231,16 +238,18 @@ class MarsDecoder:
             ended = ended | self.other_criteria(seen, scores)[rows]
         return ended.cpu()
 
-    def _commit(self, tokens: Tensor, accepted: Tensor, ended: Tensor) -> None:
-        """Write the accepted tokens, stream them, and let ended rows leave the batch."""
+    def _commit(self, tokens: Tensor, accepted: Tensor, ended: Tensor) -> tuple[list[int], list[int]]:
+        """Write the accepted tokens, stream them, and let ended rows leave the batch; what `advance` returns."""
         before = self.state.host_length[0]
-        going = self.state.advance(tokens, accepted, ended)
+        host_accepted, host_ended = self.state.advance(tokens, accepted, ended)
         self.proposer.settle(self.state, accepted)
         if self.streamer is not None:
             for token in self.state.tokens[0, before : self.state.host_length[0]].cpu():
                 self.streamer.put(token[None])
-        if len(going) < len(self.state.host_rows):
+        if any(host_ended):
+            going = [row for row, has_ended in enumerate(host_ended) if not has_ended]
             self.state.keep_rows(self.proposer.keep_rows(going))
+        return host_accepted, host_ended
 
     def _output(self) -> Tensor | MarsGenerateOutput:
         if self.streamer is not None:

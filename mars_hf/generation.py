@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -17,8 +18,16 @@ from transformers.generation import GenerationMode, MaxLengthCriteria
 
 from .cache import MarsCache
 from .decoding import MarsDecoder, MarsGenerateOutput
-from .generation_refusals import refuse_inputs, refuse_models, refuse_modes
-from .options import DEFAULTS, MarsOptions, Threshold, expand_threshold, resolve_options
+from .generation_refusals import refuse_arguments, refuse_inputs, refuse_models, refuse_modes, refuse_processors
+from .options import (
+    DEFAULTS,
+    MarsOptions,
+    Threshold,
+    check_ranges,
+    expand_threshold,
+    refuse_without_effect,
+    resolve_options,
+)
 
 
 class MarsGenerationMixin(GenerationMixin):
@@ -37,6 +46,7 @@ class MarsGenerationMixin(GenerationMixin):
         mars_confidence: str | None = None,
         mars_lossless: bool | None = None,
         mars_draft_length: int | None = None,
+        mars_adaptive_window: bool | None = None,
         **kwargs: Any,
     ) -> Tensor | MarsGenerateOutput:
         """Generate as `transformers.GenerationMixin.generate` does, several tokens per forward pass.
@@ -57,12 +67,18 @@ class MarsGenerationMixin(GenerationMixin):
             mars_lossless: let the model confirm its own drafts instead of trusting them by a threshold: greedy tokens
                 are those of plain autoregressive decoding, sampled ones follow its distribution.
             mars_draft_length: drafts that a lossless step confirms; by default `mars_block_size - 1`.
+            mars_adaptive_window: let the candidates of a step be as many as pay for themselves, from 1 to
+                `mars_block_size`, by the acceptance so far and the measured cost of a forward, so that MARS is not
+                slower than one token at a time. The text may differ from that of a fixed window, and from run to
+                run, since a candidate may be proposed at another depth; each one that is accepted had the
+                confidence at the depth at which it was proposed.
 
         Returns:
             The sequences, or with `return_dict_in_generate=True` a `MarsGenerateOutput`.
 
         Raises:
-            ValueError: for arguments that are out of range or that MARS cannot honour, before any forward pass.
+            ValueError: for arguments that are out of range, that MARS cannot honour, or that would have no effect,
+                before any forward pass.
         """
         given = {
             "mars_threshold": mars_threshold,
@@ -72,10 +88,11 @@ class MarsGenerationMixin(GenerationMixin):
             "mars_confidence": mars_confidence,
             "mars_lossless": mars_lossless,
             "mars_draft_length": mars_draft_length,
+            "mars_adaptive_window": mars_adaptive_window,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        if ("mars_threshold" in given or mars_lossless) and kwargs.get("custom_generate") is not None:
-            raise ValueError("MARS and `custom_generate` both replace the decoding loop. Leave one of them out.")
+        if "mars_threshold" in given or mars_lossless:
+            refuse_arguments(inspect.signature(super().generate).bind_partial(*args, **kwargs).arguments)
         return super().generate(*args, **given, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,6 +116,7 @@ class MarsGenerationMixin(GenerationMixin):
         for name, default in DEFAULTS.items():
             value = given.get(name, getattr(generation_config, name, None))
             setattr(generation_config, name, default if value is None else value)
+        generation_config._mars_given = list(given)
         return generation_config, model_kwargs
 
     def _validate_generation_mode(
@@ -106,6 +124,9 @@ class MarsGenerationMixin(GenerationMixin):
     ) -> None:
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
         generation_config._mars_options = None
+        if generation_config._mars_given:
+            check_ranges(generation_config)
+            refuse_without_effect(generation_config, generation_config._mars_given)
         if generation_config.mars_threshold is None and not generation_config.mars_lossless:
             return
         options = resolve_options(generation_config)
@@ -186,6 +207,7 @@ class MarsGenerationMixin(GenerationMixin):
             options.threshold = expand_threshold(options.threshold, input_ids.shape[0], generation_config)
         if options.is_autoregressive:
             options.block_size = 1
+        refuse_processors(logits_processor)
         refuse_inputs(self.config, input_ids, generation_config, streamer, model_kwargs)
         may_stop_early = any(not isinstance(criterion, MaxLengthCriteria) for criterion in stopping_criteria)
         if input_ids.shape[0] > 1 and may_stop_early and generation_config._pad_token_tensor is None:

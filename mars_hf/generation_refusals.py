@@ -7,23 +7,60 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.generation import GenerationMode
+from transformers.generation import (
+    ClassifierFreeGuidanceLogitsProcessor,
+    GenerationMode,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from .masks import attention_windows, masks_for_model
 from .options import MarsOptions
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 # What a MARS step knows how to feed; any other model input would be lost after the first step.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "inputs_embeds", "cache", "use_cache", "logits_to_keep"}
+
+
+# Processors that keep a state of their own for each call, and count on one call per token for the whole batch.
+STEPWISE_PROCESSORS = (
+    ClassifierFreeGuidanceLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+
+def refuse_arguments(arguments: dict[str, Any]) -> None:
+    """Refuse arguments of `generate` that never reach a decoding loop, or none of ours."""
+    if arguments.get("custom_generate") is not None:
+        raise ValueError("MARS and `custom_generate` both replace the decoding loop. Leave one of them out.")
+    for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
+        if arguments.get(name) is not None:
+            raise ValueError(f"`{name}` belongs to `guidance_scale`, which MARS does not support. Leave it out.")
+    if arguments.get("kwargs", {}).get("cache_implementation") == "paged":
+        raise ValueError(
+            "`cache_implementation='paged'` is continuous batching, a loop of its own. Unset it or `mars_threshold`."
+        )
+
+
+def refuse_processors(processors: LogitsProcessorList) -> None:
+    """Refuse logits processors that must see exactly one token of every row per call."""
+    for processor in processors:
+        if isinstance(processor, STEPWISE_PROCESSORS):
+            raise ValueError(
+                f"`{type(processor).__name__}` counts on one call per token for the whole batch, and MARS asks about "
+                "several tokens a step. Leave it out, or set `mars_threshold=1.0`."
+            )
 
 
 def refuse_modes(generation_mode: GenerationMode, config: GenerationConfig, generation_mode_kwargs: dict) -> None:
     """Refuse what replaces the decoding loop, and outputs that a step of several tokens does not have."""
     if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         cause = {
-            GenerationMode.ASSISTED_GENERATION: "`assistant_model` and `prompt_lookup_num_tokens`",
+            GenerationMode.ASSISTED_GENERATION: "Assisted generation (`assistant_model`, `prompt_lookup_num_tokens`, "
+            "`assistant_early_exit`, `use_mtp`)",
             GenerationMode.BEAM_SEARCH: "`num_beams > 1`",
             GenerationMode.BEAM_SAMPLE: "`num_beams > 1`",
         }.get(generation_mode, f"Generation mode `{generation_mode.value}`")
@@ -42,6 +79,12 @@ def refuse_modes(generation_mode: GenerationMode, config: GenerationConfig, gene
         "prefill_chunk_size": config.prefill_chunk_size,
         "guidance_scale": config.guidance_scale not in (None, 1),
         "cache_implementation": config.cache_implementation not in (None, "dynamic"),
+        "cache_config": config.cache_config,
+        "max_cache_len": config.max_cache_len,
+        "compile_config": config.compile_config,
+        "continuous_batching_config": config.continuous_batching_config,
+        "token_healing": config.token_healing,
+        "is_assistant": config.is_assistant,
     }
     if refused := [name for name, value in wanted.items() if value]:
         raise ValueError(
@@ -61,6 +104,11 @@ def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
         raise ValueError(
             f"MARS needs a model whose forward takes `position_ids`, and `{type(model).__name__}` does not. Unset "
             "`mars_threshold`."
+        )
+    if model._compiled_call_impl is not None or hasattr(model.forward, "_torchdynamo_orig_callable"):
+        raise ValueError(
+            "MARS steps have no fixed shape, so a compiled forward would be compiled again and again. Load the model "
+            "without `torch.compile`, or set `mars_threshold=1.0`."
         )
     if options.cache != "none":
         attention_windows(model.config)

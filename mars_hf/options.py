@@ -5,7 +5,7 @@ Shapes: N rows of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "mars_confidence": "probability",
     "mars_lossless": False,
     "mars_draft_length": None,
+    "mars_adaptive_window": False,
 }
 CACHES = ("cursor", "block", "none")
 
@@ -63,6 +64,7 @@ class MarsOptions:
         cache_block_size: tokens of a block of the block cache.
         confidence: a measure of `acceptance.confidence_of`.
         draft_length: drafts that a lossless step confirms; 0 for decoding by threshold.
+        adaptive_window: whether a step may have fewer candidates, where fewer are faster.
     """
 
     threshold: Threshold | None
@@ -72,6 +74,7 @@ class MarsOptions:
     cache_block_size: int
     confidence: str
     draft_length: int = 0
+    adaptive_window: bool = False
 
     @property
     def is_autoregressive(self) -> bool:
@@ -93,15 +96,8 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
             "MARS decoding needs the id of the [MASK] token, and `generation_config.mars_mask_token_id` is not set. "
             "Load a checkpoint that `MarsSFTTrainer` saved, or pass it: `get_mars_model(model, mask_token_id=...)`."
         )
-    check_count("mars_block_size", block_size, 1)
-    if config.mars_cache not in CACHES:
-        raise ValueError(f"`mars_cache` must be one of {', '.join(CACHES)}, got {config.mars_cache!r}.")
+    check_ranges(config)
     cache_block_size = config.mars_cache_block_size
-    if config.mars_cache == "block":
-        # A run of accepted tokens may cross one boundary of the cache, never two.
-        check_count("mars_cache_block_size", cache_block_size, block_size)
-    if config.mars_confidence not in CONFIDENCES:
-        raise ValueError(f"`mars_confidence` must be one of {', '.join(CONFIDENCES)}, got {config.mars_confidence!r}.")
     options = MarsOptions(None, block_size, mask_token_id, config.mars_cache, cache_block_size, config.mars_confidence)
     if config.mars_lossless:
         options.draft_length = resolve_draft_length(config)
@@ -109,14 +105,45 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
         options.threshold = config.mars_threshold
     else:
         options.threshold = check_threshold(config.mars_threshold, config.mars_confidence)
+    if config.mars_adaptive_window and not config.mars_lossless:
+        if config.mars_cache != "cursor":
+            raise ValueError(
+                f"`mars_adaptive_window=True` needs `mars_cache='cursor'`, got {config.mars_cache!r}: with another "
+                "cache the cost of a step is not that of its window."
+            )
+        options.adaptive_window = True
     return options
+
+
+def check_ranges(config: GenerationConfig) -> None:
+    """Check each entry by itself, as far as it has a meaning of its own.
+
+    Raises:
+        ValueError: for the first that is out of range.
+    """
+    check_count("mars_block_size", config.mars_block_size, 1)
+    if config.mars_cache not in CACHES:
+        raise ValueError(f"`mars_cache` must be one of {', '.join(CACHES)}, got {config.mars_cache!r}.")
+    # A run of accepted tokens may cross one boundary of the block cache, never two.
+    check_count(
+        "mars_cache_block_size",
+        config.mars_cache_block_size,
+        config.mars_block_size if config.mars_cache == "block" else 1,
+    )
+    if config.mars_confidence not in CONFIDENCES:
+        raise ValueError(f"`mars_confidence` must be one of {', '.join(CONFIDENCES)}, got {config.mars_confidence!r}.")
+    if config.mars_draft_length is not None:
+        check_count("mars_draft_length", config.mars_draft_length, 1)
+    for name in ("mars_lossless", "mars_adaptive_window"):
+        if not isinstance(value := getattr(config, name), bool):
+            raise ValueError(f"`{name}` must be True or False, got {value!r}.")
 
 
 def resolve_draft_length(config: GenerationConfig) -> int:
     """Check what goes together with `mars_lossless`; the drafts of a step are one fewer than the window by default.
 
     Raises:
-        ValueError: for a threshold, a cache without cursors, or a draft length below 1.
+        ValueError: for a threshold, or a cache without cursors.
     """
     if config.mars_threshold is not None:
         raise ValueError(
@@ -128,8 +155,39 @@ def resolve_draft_length(config: GenerationConfig) -> int:
     draft_length = config.mars_draft_length
     if draft_length is None:
         draft_length = max(config.mars_block_size - 1, 1)
-    check_count("mars_draft_length", draft_length, 1)
     return draft_length
+
+
+def refuse_without_effect(config: GenerationConfig, given: Collection[str]) -> None:
+    """Refuse arguments of the call that would change nothing; what a generation config records may lie idle.
+
+    Args:
+        config: the settings, from wherever they come.
+        given: names of the `mars_*` arguments that the call itself sets.
+
+    Raises:
+        ValueError: for the first such argument.
+    """
+    is_off = config.mars_threshold is None and not config.mars_lossless
+    # Where these arguments do something, and what to set so that they do.
+    effective = {
+        "mars_draft_length": (config.mars_lossless, "`mars_lossless=True`"),
+        "mars_block_size": (
+            not config.mars_lossless or config.mars_draft_length is None,
+            "no `mars_draft_length`, which says more",
+        ),
+        "mars_confidence": (not config.mars_lossless, "`mars_threshold` instead of `mars_lossless`"),
+        "mars_adaptive_window": (not config.mars_lossless, "`mars_threshold` instead of `mars_lossless`"),
+        "mars_cache_block_size": (config.mars_cache == "block", "`mars_cache='block'`"),
+    }
+    for name in given:
+        if getattr(config, name) is False or name in ("mars_threshold", "mars_lossless"):
+            continue
+        has_effect, instead = effective.get(name, (True, ""))
+        if is_off:
+            has_effect, instead = False, "`mars_threshold`, or `mars_lossless=True`"
+        if not has_effect:
+            raise ValueError(f"`{name}={getattr(config, name)!r}` has no effect here. Leave it out, or set {instead}.")
 
 
 def check_count(name: str, value: Any, least: int) -> None:

@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
+from typing import Any
+from weakref import WeakKeyDictionary
 
 # Measurements that a median is taken of, for each number of rows and width.
 RECENT = 9
@@ -58,6 +60,15 @@ class CostMeter:
         return seconds
 
 
+# What forwards of a model cost is known to its next generation too, as long as the model lives.
+_COSTS: WeakKeyDictionary[Any, CostMeter] = WeakKeyDictionary()
+
+
+def costs_of(model: Any) -> CostMeter:
+    """The meter of a model: always the same one."""
+    return _COSTS.setdefault(model, CostMeter())
+
+
 def monotone(values: Sequence[float]) -> list[float]:
     """The non-decreasing values closest to these in the squares: neighbours in the wrong order are averaged."""
     pools: list[tuple[float, int]] = []
@@ -94,8 +105,8 @@ class AcceptanceMeter:
     def rates(self) -> list[float]:
         return [passed / reached for passed, reached in zip(self._passed, self._reached, strict=True)]
 
-    def record(self, window: int, accepted: Sequence[int], ended: Sequence[bool]) -> None:
-        """Note a step of this window: the tokens that each row accepted, and whether it ended with them."""
+    def record(self, window: int, accepted: Sequence[int], ended: Sequence[int]) -> None:
+        """Note a step of this window: the tokens that each row accepted, and whether (1) it ended with them."""
         for depth in range(1, window):
             # Where a row ended, nobody asked whether the next candidate was good.
             asked = sum(
@@ -168,7 +179,7 @@ class WindowPacer:
         self._factor = 2 if wider == self.largest else 2 * self._factor
         return wider
 
-    def record(self, accepted: Sequence[int], ended: Sequence[bool], width: int | None, seconds: float) -> None:
+    def record(self, accepted: Sequence[int], ended: Sequence[int], width: int | None, seconds: float) -> None:
         """Note the step: what each row accepted, whether it ended, and the forward's width (None: not to count)."""
         self.acceptance.record(self.window, accepted, ended)
         if width is not None:

@@ -21,12 +21,15 @@ class Proposer:
     """Proposes without any cache, from the whole sequences: slow, and as plain as the definition.
 
     Attributes:
+        window: B, which may change from step to step.
         num_forwards: forward passes so far.
+        width: W of the last forward, where that one is a step's like any other, else None.
     """
 
     def __init__(self, model: PreTrainedModel, window: int) -> None:
         self.model, self.window = model, window
         self.num_forwards = 0
+        self.width: int | None = None
         # Tokens that the next candidates take for granted, where a proposer has such; only lossless steps do.
         self.drafts = torch.empty(0, 0, dtype=torch.long)
 
@@ -107,6 +110,8 @@ class CursorProposer(Proposer):
         """
         fed = [length - begin for length, begin in zip(state.host_length, host_start, strict=False)]
         width, visible = max(fed) + masks, max(state.host_length) + masks
+        # The first forward reads a prompt, if only the end of one.
+        self.width = width if self.num_forwards else None
         offset = torch.arange(width, device=state.device) - width + masks + (state.length - start)[:, None]
         columns = start[:, None] + offset.clamp(min=0)
         aligned = len(set(fed)) == 1 and len(set(state.host_length)) == 1

@@ -63,7 +63,7 @@ class DecodingState:
         self.host_length = [self.prompt] * self.batch
         self.accepted_lengths: list[Tensor] = []
 
-    def advance(self, tokens: Tensor, accepted: Tensor, ended: Tensor) -> list[int]:
+    def advance(self, tokens: Tensor, accepted: Tensor, ended: Tensor) -> tuple[list[int], list[int]]:
         """Write what a step accepted.
 
         Args:
@@ -72,7 +72,7 @@ class DecodingState:
             ended: (N,) bool, whether the row ends with them.
 
         Returns:
-            Which of the N rows go on.
+            The tokens that each of the N rows accepted, and 1 where the row ended, else 0; on the host.
         """
         offset = torch.arange(tokens.shape[1], device=self.device)
         kept = offset < accepted[:, None]
@@ -85,7 +85,7 @@ class DecodingState:
         record[self.host_rows] = torch.tensor(host_accepted)
         self.accepted_lengths.append(record)
         self.host_length = [length + new for length, new in zip(self.host_length, host_accepted, strict=True)]
-        return [row for row, has_ended in enumerate(host_ended) if not has_ended]
+        return host_accepted, host_ended
 
     def keep_rows(self, order: list[int]) -> None:
         """Keep these of the N rows, in this order."""

@@ -361,7 +361,8 @@ def test_random_prompts_windows_thresholds_and_stops(seed):
     prompts = random_prompts([draw(1, 15) for _ in range(draw(1, 6))], seed=seed)
     window, max_new, tau = draw(1, 9), draw(1, 30), (1e-9, 0.05, 0.2, 0.6)[draw(0, 4)]
     stops = [EOS, draw(3, MASK), draw(3, MASK)]
-    cache = {"mars_cache": ("cursor", "block")[draw(0, 2)], "mars_cache_block_size": window + draw(0, 9)}
+    block = {"mars_cache": "block", "mars_cache_block_size": window + draw(0, 9)}
+    cache = ({}, block)[draw(0, 2)]
     inputs = left_pad(prompts, extra=draw(0, 18))
     width = inputs["input_ids"].shape[1]
     output = generate(model, inputs, tau, max_new_tokens=max_new, eos_token_id=stops, mars_block_size=window, **cache)

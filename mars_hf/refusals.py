@@ -41,6 +41,10 @@ def refuse_arguments(
             "Activation offloading takes activations off an accelerator, and there is none here. Set "
             "`activation_offloading=False`."
         )
+    if args.use_liger_kernel and args.device.type == "cpu":
+        raise ValueError(
+            "Liger's kernels run on an accelerator, and there is none here. Set `use_liger_kernel=False`."
+        )
     refuse_parallelism(args.parallelism_config)
 
 

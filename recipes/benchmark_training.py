@@ -179,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a model with a chat template")
     parser.add_argument("--gsm8k", required=True, help="JSON lines with `question` and `answer`")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of data (default: all)")
     parser.add_argument("--block_size", type=int, default=4)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_length", type=int, default=1024)
@@ -197,7 +198,7 @@ def main() -> None:
     problems = [json.loads(line) for line in Path(args.gsm8k).read_text().splitlines()[:count]]
     print("| data         | form           | s / step | times | floor | GiB    | times  |")
     print("| ------------ | -------------- | -------- | ----- | ----- | ------ | ------ |")
-    for kind in KINDS:
+    for kind in args.kinds:
         measure(args, kind, make_rows(kind, problems, tokenizer, args))
 
 

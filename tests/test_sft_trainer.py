@@ -131,10 +131,12 @@ def assert_same_weights(actual, expected, tolerance):
 # What it computes
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_equal_the_definition(tmp_path, kind):
+def test_loss_and_gradients_equal_the_definition(tmp_path, kind, attention):
     data, options = KINDS[kind]
-    trainer = make_trainer(tmp_path, data=data, mars_block_size=3, mars_mask_weight=0.6, **options)
+    model = make_model("llama", attention)
+    trainer = make_trainer(tmp_path, model, data, mars_block_size=3, mars_mask_weight=0.6, **options)
     examples = list(trainer.train_dataset)
     model = trainer.model.train()
     batch = trainer.data_collator(examples)
@@ -298,7 +300,7 @@ def documents_of_dataset(trainer):
     ]
 
 
-@pytest.mark.parametrize("kind", ["text", "prompt", "chat, assistant only"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("cut", "dft")])
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_loss_and_gradients_equal_the_definition(tmp_path, packed, kind, attention):
@@ -721,6 +723,8 @@ REFUSED_OPTIONS = {
         "Leave `data_collator` unset",
     ),
     "loss function": ({"compute_loss_func": lambda *_: None}, "`compute_loss_func` needs the logits"),
+    "liger": ({"use_liger_kernel": True}, r"there is none here\. Set `use_liger_kernel=False`"),
+    "offloading": ({"activation_offloading": True}, r"there is none here\. Set `activation_offloading=False`"),
     "processor": ({"processing_class": object()}, "`processing_class` is a `object`. Pass a tokenizer"),
     "ia3": (
         {"peft_config": IA3Config(target_modules=["q_proj"], feedforward_modules=[])},
@@ -760,13 +764,32 @@ def test_masks_without_labels_are_refused_as_in_sft(tmp_path):
         trainer.evaluate(Dataset.from_list(rows))
 
 
+def test_wrapping_needs_a_length(tmp_path):
+    with pytest.raises(ValueError, match=r"Packing needs the length to pack to\. Set `max_length`"):
+        make_trainer(tmp_path, mars_block_size=2, packing=True, packing_strategy="wrapped", max_length=None)
+
+
+def test_adapter_on_the_head_is_refused_as_in_sft(tmp_path):
+    for trainer_class in (SFTTrainer, MarsSFTTrainer):
+        with pytest.raises(ValueError, match="lm_head"):
+            make_trainer(tmp_path, trainer_class=trainer_class, peft_config=LoraConfig(target_modules=["lm_head"]))
+
+
+def test_quantization_is_set_once(tmp_path, saved):
+    args = config(tmp_path, mars_block_size=2, model_init_kwargs={"quantization_config": object()})
+    arguments = {"args": args, "train_dataset": Dataset.from_list(PROMPT), "quantization_config": object()}
+    with pytest.raises(ValueError, match=r"set both as a trainer argument and in `model_init_kwargs`\. Set it once"):
+        MarsSFTTrainer(saved, **arguments)
+
+
 def test_parallel_sequences_are_refused(tmp_path):
     from accelerate import ParallelismConfig
 
-    args = config(tmp_path, mars_block_size=2)
-    args.parallelism_config = ParallelismConfig(cp_size=2)
-    with pytest.raises(ValueError, match=r"context or sequence parallelism.*Set `cp_size=1` and `sp_size=1`"):
-        make_trainer(tmp_path, args=args)
+    for sizes in ({"cp_size": 2}, {"sp_size": 2}):
+        args = config(tmp_path, mars_block_size=2)
+        args.parallelism_config = ParallelismConfig(**sizes)
+        with pytest.raises(ValueError, match=r"context or sequence parallelism.*Set `cp_size=1` and `sp_size=1`"):
+            make_trainer(tmp_path, args=args)
 
 
 def wide_model(name, attention):
@@ -789,6 +812,15 @@ def with_attention(implementation):
     return model
 
 
+def with_layers(**config):
+    model = make_model("qwen2")
+    for name, value in config.items():
+        setattr(model.config, name, value)
+    if "attention_chunk_size" in config:
+        model.config.layer_types = None
+    return model
+
+
 REFUSED_MODELS = {
     "encoder-decoder": (
         lambda: T5ForConditionalGeneration(T5Config(vocab_size=272, d_model=16, d_kv=4, d_ff=16, num_layers=1)),
@@ -804,6 +836,8 @@ REFUSED_MODELS = {
         ),
         "needs a model that reads `position_ids`, and `FalconForCausalLM` does not",
     ),
+    "linear": (lambda: with_layers(layer_types=["linear_attention", "full_attention"]), "has linear_attention layers"),
+    "chunked": (lambda: with_layers(attention_chunk_size=8), "has chunked_attention layers. Use a model without them"),
     "flash": (lambda: with_attention("flash_attention_2"), "`flash_attention_2` does not"),
     "flex": (lambda: with_attention("flex_attention"), "`flex_attention` has no backward pass on CPU"),
     "peft": (lambda: get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"])), WRAPPED),

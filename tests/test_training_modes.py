@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from conftest import needs_recent_torch
+from conftest import CHAT_TEMPLATE, make_tokenizer, needs_recent_torch
 from datasets import Dataset
+from test_collator import documents_of
 from test_losses import oracle_loss
 from test_sft_trainer import (
     CHAT,
@@ -79,9 +80,15 @@ def test_activation_offloading_changes_nothing(tmp_path):
     assert_same_weights(other_weights, weights, 1e-5)
 
 
-def test_activation_offloading_needs_an_accelerator(tmp_path):
-    with pytest.raises(ValueError, match=r"there is none here\. Set `activation_offloading=False`"):
-        make_trainer(tmp_path, activation_offloading=True, mars_block_size=2)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton kernels need a GPU")
+@pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated:FutureWarning")
+def test_liger_kernels_change_nothing(tmp_path):
+    options = {"mars_block_size": 3, "use_cpu": False, **ONE_STEP}
+    weights, (log,) = train(make_trainer(tmp_path, **options))
+    other_weights, (other,) = train(make_trainer(tmp_path, **options, use_liger_kernel=True))
+    assert other["loss"] == pytest.approx(log["loss"], rel=1e-4)
+    assert_same_weights(other_weights, weights, 1e-4)
 
 
 def test_neftune_adds_noise_to_training_only(tmp_path):
@@ -192,4 +199,50 @@ def test_rows_cut_in_the_middle_of_a_block(tmp_path, max_length):
     with torch.no_grad():
         loss = trainer.compute_loss(trainer.model, trainer.data_collator(examples))
         expected = oracle_loss(trainer.model, examples, 4, mask_id=trainer.processing_class.mask_token_id)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+TOOL_TEMPLATE = "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}" + CHAT_TEMPLATE
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "now", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.mark.parametrize("assistant_only", [False, True])
+@pytest.mark.parametrize("packed", [{}, {"packing": True, "max_length": 400}])
+def test_tools_and_system_turns(tmp_path, assistant_only, packed):
+    turns = [
+        ("system", "be brief"),
+        ("user", "rain?"),
+        ("assistant", "let me see"),
+        ("tool", "dry"),
+        ("assistant", "no"),
+    ]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    trainer = make_trainer(
+        tmp_path,
+        data=[{"messages": messages, "tools": [WEATHER]}, {"messages": messages[:3], "tools": [WEATHER]}],
+        processing_class=tokenizer,
+        assistant_only_loss=assistant_only,
+        mars_block_size=4,
+        **packed,
+    )
+    examples = list(trainer.train_dataset)
+    documents = [
+        part for example in examples for part in documents_of({"seq_lengths": [len(example["input_ids"])], **example})
+    ]
+    documents.sort(key=lambda document: len(document["labels"]), reverse=True)
+    for document, answers in zip(documents, ("let me see<|end|>no<|end|>", "let me see<|end|>"), strict=True):
+        text = tokenizer.decode(document["input_ids"])
+        assert '"name": "weather"' in text
+        assert "<|system|>be brief<|end|>" in text
+        scored = tokenizer.decode([label for label in document["labels"] if label != -100])
+        # A packed document's first token is no target.
+        assert scored.removeprefix("<|system|>") == (answers if assistant_only else text.removeprefix("<|system|>"))
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, trainer.data_collator(examples))
+        expected = oracle_loss(trainer.model, documents, 4, mask_id=tokenizer.mask_token_id)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -1,0 +1,273 @@
+# ruff: noqa: E402  (recipes are no package: their folder must be on the path before they are imported)
+"""The recipe of the paper's tables: it runs to the end, goes on where it was, and its figures are what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import paper
+import paper_benchmarks
+import paper_settings
+import paper_tables
+from paper_measure import Bench
+from paper_settings import MAIN, SCALES, SWEEP, SYSTEMS, Decoding, Row, fingerprint, mars
+from paper_store import Store
+from paper_systems import Lab
+from trl import SFTTrainer
+
+SMALL = {
+    "steps": 2,
+    "ar_steps": 2,
+    "per_device_batch_size": 4,
+    "num_layers": 1,
+    "hidden_size": 32,
+    "eval_examples": 4,
+    "single_examples": 1,
+    "timed_examples": 16,
+    "timed_rounds": 1,
+    "max_new_tokens": 6,
+}
+FLAGS = [item for name, value in SMALL.items() for item in (f"--{name}", str(value))]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["paper.py", *map(str, arguments), *FLAGS])
+    paper.main()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of all tables, as a person starts it."""
+    folder = tmp_path_factory.mktemp("paper")
+    command = [sys.executable, RECIPES / "paper.py", "all", "--seeds", "2", "--output_dir", folder, *FLAGS]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_every_table_is_written_and_drawn(finished: Path):
+    for table in paper.TABLES:
+        assert (finished / f"{table}.png").read_bytes().startswith(b"\x89PNG")
+        text = (finished / f"{table}.md").read_text()
+        assert text.count(" to ") >= 4
+    rows = (finished / "main.md").read_text().splitlines()[2:]
+    assert len(rows) == len(MAIN)
+    assert all("| 2 x " in row for row in rows)
+    assert not list(finished.rglob("*.part"))
+
+
+def test_records_hold_every_problem(finished: Path):
+    records = [json.loads(line) for line in (finished / "results.jsonl").read_text().splitlines()]
+    rows = [record for record in records if "strict" in record]
+    assert len({record["key"] for record in records}) == len(records)
+    for record in rows:
+        count = 1 if record["decoding"] in ("prompt_lookup", "speculative") else 4
+        assert len(record["strict"]) == len(record["tokens"]) == len(record["forwards"]) == count
+        if record["decoding"] in ("lossless", "jacobi", "prompt_lookup", "speculative"):
+            assert record["agreement"] == [1.0] * count
+        if record["decoding"] in ("stock", "mars/1", "block_diffusion/1"):
+            assert record["tokens"] == record["forwards"] or record["decoding"] == "block_diffusion/1"
+
+
+def test_a_finished_table_is_not_measured_again(finished: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    before = (finished / "results.jsonl").read_bytes()
+    run(monkeypatch, "main", "--seeds", "2", "--output_dir", finished)
+    output = capsys.readouterr().out
+    assert "Training" not in output
+    assert "Answering" not in output
+    assert "Block Diffusion" in output
+    assert (finished / "results.jsonl").read_bytes() == before
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    answer, calls = Bench.answer, []
+
+    def answer_three_times(self, *args):
+        calls.append(args)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return answer(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bench, "answer", answer_three_times)
+        with pytest.raises(KeyboardInterrupt):
+            run(patch, "confidence", "--output_dir", tmp_path)
+    assert len(Store(tmp_path / "results.jsonl").records) == 3
+    first = capsys.readouterr().out
+    run(monkeypatch, "confidence", "--output_dir", tmp_path)
+    second = capsys.readouterr().out
+    assert "Training" not in second
+    measured = [line for line in (first + second).splitlines() if line.startswith("Answering")]
+    assert len(measured) == len(set(measured)) + 1  # the one that was cut short
+
+
+def test_a_training_that_was_cut_short_is_not_taken_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lab = Lab(paper_settings.Scale(**SMALL), tmp_path)
+    trainer = lab.trainer
+
+    def failing(*args):
+        made = trainer(*args)
+        monkeypatch.setattr(made, "save_model", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        return made
+
+    monkeypatch.setattr(lab, "trainer", failing)
+    with pytest.raises(KeyboardInterrupt):
+        lab.checkpoint("ar", 0)
+    assert not (tmp_path / "checkpoints" / fingerprint("ar", lab.scale, 0)).exists()
+    monkeypatch.setattr(lab, "trainer", trainer)
+    assert (lab.checkpoint("ar", 0) / "log_history.json").exists()
+
+
+def test_a_training_goes_on_from_its_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lab = Lab(paper_settings.Scale(**{**SMALL, "ar_steps": 4, "save_steps": 2}), tmp_path)
+    work = tmp_path / "checkpoints" / (fingerprint("ar", lab.scale, 0) + ".part")
+    trainer = lab.trainer(SYSTEMS["ar"], 0, *lab.start(SYSTEMS["ar"], 0), work)
+    trainer.args.max_steps = 2
+    trainer.train()
+    seen = []
+    step = SFTTrainer.training_step
+    monkeypatch.setattr(SFTTrainer, "training_step", lambda *args, **kwargs: seen.append(1) or step(*args, **kwargs))
+    log = json.loads((lab.checkpoint("ar", 0) / "log_history.json").read_text())
+    assert max(entry["step"] for entry in log) == 4
+    assert len(seen) == 2
+
+
+def test_store_survives_a_half_written_file(tmp_path: Path):
+    store = Store(tmp_path / "results.jsonl")
+    store.add("a", value=1)
+    (tmp_path / "results.jsonl.part").write_text('{"key": "b", "val')
+    again = Store(tmp_path / "results.jsonl")
+    assert list(again.records) == ["a"]
+    again.add("b", value=2)
+    assert Store(tmp_path / "results.jsonl")["b"]["value"] == 2
+
+
+def test_fingerprint_changes_with_training_only():
+    tiny = SCALES["tiny"]
+    name = fingerprint("mars-b4", tiny, 0)
+    assert name.startswith("mars-b4-seed0-")
+    assert fingerprint("mars-b4", paper_settings.Scale(max_new_tokens=7), 0) == name
+    assert fingerprint("mars-b4", paper_settings.Scale(ar_steps=7), 0) != name
+    assert fingerprint("mars-b4", tiny, 1) != name
+    assert fingerprint("mars-nosft-b4", tiny, 0).split("-")[-1] != name.split("-")[-1]
+
+
+def test_systems_are_the_papers():
+    assert {SYSTEMS[f"mars-b{size}"].block_size for size in (4, 8, 16)} == {4, 8, 16}
+    assert all(system.ar_weight == 0 for name, system in SYSTEMS.items() if "nosft" in name)
+    assert {row.decoding.threshold for row in SWEEP if row.system == "mars-b4"} == {1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5}
+    full = SCALES["full"]
+    assert full.per_device_batch_size * full.gradient_accumulation * 8 == 384
+    assert (full.epochs, full.learning_rate, full.warmup_ratio, full.max_length) == (5, 5e-6, 0.03, 512)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "has_ar_loss", "share"),
+    [(4, False, 0.25), (4, True, 0.625), (16, False, 0.0625), (16, True, 17 / 32)],
+)
+def test_ar_signal(block_size: int, has_ar_loss: bool, share: float):
+    assert paper_tables.ar_signal(block_size, has_ar_loss) == share
+
+
+def record(seed: int, strict: list[int], tokens: list[int], forwards: list[int]) -> dict:
+    return {"seed": seed, "strict": strict, "tokens": tokens, "forwards": forwards}
+
+
+def test_figures_by_hand():
+    own = [record(0, [1, 0, 1, 1], [8, 8, 8, 8], [4, 4, 4, 4]), record(1, [1, 1, 1, 1], [8, 8, 8, 8], [2, 4, 4, 2])]
+    other = [record(0, [1, 1, 0, 0], [4] * 4, [4] * 4), record(1, [0, 1, 1, 1], [4] * 4, [4] * 4)]
+    assert paper_tables.accuracy(own).value == 7 / 8
+    assert paper_tables.tokens_per_forward(own).value == 64 / 28
+    gap = paper_tables.difference(own, other)
+    assert gap.value == 2 / 8
+    assert gap.low < gap.value < gap.high
+
+
+def test_speedup_by_hand():
+    timed = {"seconds": {"stock": [2.0, 2.0], "mars": [1.0, 1.0]}, "tokens": {"stock": [10, 10], "mars": [9, 9]}}
+    figure = paper_tables.speedup(timed, "mars")
+    assert figure == pytest.approx((1.8, 1.8, 1.8))
+
+
+def test_rows_have_distinct_keys():
+    keys = [(row.system, row.decoding.key) for row in {*MAIN, *SWEEP, *paper_settings.CONFIDENCE}]
+    assert len(keys) == len(set(keys))
+    assert mars(0.5, "entropy").key == "mars/0.5/entropy"
+    assert mars(0.95, cache="block-16").key == "mars/0.95/block-16"
+    assert paper_tables.way(mars(0.5, "entropy")) == "H ≤ 0.5"
+    assert paper_tables.way(Decoding()) == "stock"
+    assert paper_tables.label(Row("mars-b8")) == "MARS, B=8"
+
+
+def test_unknown_system_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        paper.parse_args(["main", "--checkpoint", "mamba=path"])
+    assert "no such system" in capsys.readouterr().err
+
+
+def test_other_names_of_tables():
+    assert [paper.parse_args([name]).table for name in ("table2", "table3", "table5")] == ["main", "ablation", "batch"]
+
+
+def benchmark_args(tmp_path: Path, **given) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{
+            "model": "out",
+            "batch_size": "2",
+            "dtype": "float32",
+            "limit": 3,
+            "output_dir": tmp_path,
+            "gsm8k": None,
+            "humaneval": None,
+            **given,
+        }
+    )
+
+
+def test_benchmark_settings_are_told_apart(tmp_path: Path):
+    args = benchmark_args(tmp_path)
+    own = paper_benchmarks.command("bbh", "bbh", "own", 0.95, tmp_path, args)
+    paper = paper_benchmarks.command("bbh", "bbh", "paper", 0.95, tmp_path, args)
+    assert "--num_fewshot" not in own
+    assert paper[paper.index("--num_fewshot") + 1] == "3"
+    assert "max_gen_toks=256" in paper[paper.index("--gen_kwargs") + 1]
+    assert own[own.index("--gen_kwargs") + 1] == "mars_threshold=0.95,do_sample=False"
+    assert "--apply_chat_template" in own
+
+
+def test_programs_run_only_when_told_to(capsys):
+    with pytest.raises(SystemExit):
+        paper_benchmarks.parse_args(["model", "--tasks", "humaneval"])
+    assert "--confirm_run_unsafe_code" in capsys.readouterr().err
+    command = paper_benchmarks.command("gsm8k", "gsm8k_cot", "own", 1.0, Path(), benchmark_args(Path()))
+    assert "--confirm_run_unsafe_code" not in command
+
+
+def test_results_of_lm_eval_are_read(tmp_path: Path):
+    scores = {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1, "alias": "gsm8k"}
+    results = {"results": {"gsm8k_cot": scores}, "config": {"tokens_per_forward": 1.5}}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results_2026.json").write_text(json.dumps(results))
+    figures, speed = paper_benchmarks.read_results("gsm8k_cot", tmp_path)
+    assert figures["exact_match,strict-match"] == pytest.approx((0.5, 0.304, 0.696))
+    assert speed == 1.5
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
+def test_local_tasks_name_local_files(tmp_path: Path):
+    args = benchmark_args(tmp_path, gsm8k=tmp_path, humaneval=tmp_path / "HumanEval.jsonl.gz")
+    for name in ("gsm8k", "humaneval"):
+        task = paper_benchmarks.local_task(name, args)
+        text = (tmp_path / "tasks" / f"{task}.yaml").read_text()
+        assert str(tmp_path) in text
+        assert "!function" not in text

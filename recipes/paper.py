@@ -101,7 +101,11 @@ def run_main(bench: Bench, seeds: int, stem: Path) -> str:
 def run_ablation(bench: Bench, seeds: int, stem: Path) -> str:
     measured = measure(bench, ABLATION, seeds)
     draw_ablation(stem.with_suffix(".png"), measured, BLOCK_SIZES)
-    return ablation_table(measured)
+    logs = {row.system: [bench.lab.last_log(row.system, seed) for seed in range(seeds)] for row in measured}
+    next_token = {
+        name: [float(log["mean_token_accuracy"]) for log in entries] for name, entries in logs.items() if all(entries)
+    }
+    return ablation_table(measured, next_token)
 
 
 def run_sweep(bench: Bench, seeds: int, stem: Path) -> str:

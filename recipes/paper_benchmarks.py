@@ -130,7 +130,7 @@ def read_results(task: str, output: Path) -> tuple[dict[str, Figure], float | No
         metric, _, part = name.partition(",")
         error = scores.get(f"{metric}_stderr,{part}")
         if part and isinstance(value, float) and isinstance(error, float):
-            figures[name] = Figure(value, value - 1.96 * error, value + 1.96 * error)
+            figures[name] = Figure(value, max(0.0, value - 1.96 * error), min(1.0, value + 1.96 * error))
     return figures, results["config"].get("tokens_per_forward")
 
 

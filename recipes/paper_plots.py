@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
+from matplotlib.ticker import ScalarFormatter
 from paper_settings import SYSTEMS, Row, mars
 from paper_store import Record
 from paper_tables import (
@@ -47,6 +48,8 @@ def draw_main(path: Path, measured: Measured) -> None:
         left.axvline(accuracy(measured[REFERENCE]).value, color="grey", linestyle="--", linewidth=1)
     left.set(xlabel="exact match", title="Quality")
     right.set(xlabel="tokens per forward", title="Speed")
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter(ScalarFormatter())
     right.invert_yaxis()  # shared with the left one, which was turned already
     save(figure, path)
 

@@ -76,7 +76,7 @@ class Lab:
             set_seed(seed)
             layers = max(1, scale.num_layers // 4) if system.is_draft else scale.num_layers
             return make_model(tokenizer, scale.hidden_size, layers), tokenizer
-        model = AutoMarsModelForCausalLM.from_pretrained(name, dtype=scale.dtype)
+        model = AutoMarsModelForCausalLM.from_pretrained(name, dtype="float32")
         return model, AutoTokenizer.from_pretrained(name, padding_side="left")
 
     def checkpoint(self, name: str, seed: int) -> Path:
@@ -104,10 +104,17 @@ class Lab:
         trainer.accelerator.wait_for_everyone()
         return path
 
+    def last_log(self, name: str, seed: int) -> dict[str, float]:
+        """What training logged last; empty for a checkpoint that was given."""
+        path = self.checkpoint(name, seed) / "log_history.json"
+        entries = json.loads(path.read_text()) if path.exists() else []
+        return next((entry for entry in reversed(entries) if "mean_token_accuracy" in entry), {})
+
     def load(self, name: str, seed: int, for_generation: bool = False) -> tuple[Any, PreTrainedTokenizerBase]:
         """A trained system and its tokenizer."""
         path = self.checkpoint(name, seed)
-        dtype = self.scale.dtype if for_generation else "float32" if self.scale.dtype == "float32" else "bfloat16"
+        # Trained in float32, under bfloat16 autocast where the scale says so: bfloat16 weights lose a step of 5e-6.
+        dtype = self.scale.dtype if for_generation else "float32"
         model = AutoMarsModelForCausalLM.from_pretrained(path, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         if for_generation:

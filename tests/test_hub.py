@@ -32,6 +32,7 @@ from transformers import (
 import mars_hf
 from mars_hf import AutoMarsModelForCausalLM, MarsSFTConfig, MarsSFTTrainer, get_mars_model, record_results
 from mars_hf.bundle import REQUIREMENTS, bundle
+from mars_hf.hub import finish_card
 from mars_hf.model_card import HEADING
 
 ROOT = Path(__file__).parents[1]
@@ -313,6 +314,16 @@ def test_measured_figures_go_into_the_card(saved: Saved, tmp_path: Path):
             record_results(tmp_path, "gsm8k", [row])
 
 
+def test_a_card_written_by_hand_keeps_its_text(saved: Saved, tmp_path: Path):
+    text = "# Mine\n\nMy own words.\n"
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\ntags:\n- mine\n---\n\n{text}")
+    for _ in range(2):
+        finish_card(saved.trainer.model, tmp_path, "owner/name")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.text.strip() == text.strip()
+    assert (card.data.license, card.data.tags) == ("mit", ["mine", "mars"])
+
+
 def test_no_token_in_what_is_pushed(saved: Saved, adapter: Saved):
     for folder in (saved.folder, adapter.folder):
         files = [path for path in folder.rglob("*") if path.is_file()]
@@ -388,6 +399,25 @@ def test_mask_token_of_the_model_config(tmp_path: Path):
     model.config.mask_token_id = 265
     model.save_pretrained(tmp_path)
     assert AutoMarsModelForCausalLM.from_pretrained(tmp_path).generation_config.mars_mask_token_id == 265
+
+
+def test_pipeline_passes_the_arguments_through(saved: Saved):
+    model = AutoMarsModelForCausalLM.from_pretrained(saved.folder)
+    tokenizer = AutoTokenizer.from_pretrained(saved.folder, padding_side="left")
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    texts = {}
+    for threshold in (1e-9, 0.1, 1.0):
+        output = model.generate(**tokenizer("one and", return_tensors="pt"), **options, mars_threshold=threshold)
+        texts[threshold] = tokenizer.decode(output[0], skip_special_tokens=True)
+        assert generator("one and", mars_threshold=threshold, **options)[0]["generated_text"] == texts[threshold]
+    assert texts[1e-9] != texts[1.0]
+    two = generator(["one and", "a longer prompt"], batch_size=2, mars_threshold=0.1, **options)
+    assert two[0][0]["generated_text"] == texts[0.1]
+    built = pipeline("text-generation", model=model, tokenizer=tokenizer, mars_threshold=0.1, **options)
+    assert built("one and")[0]["generated_text"] == texts[0.1]
+    with pytest.raises(ValueError, match=r"in \(0, 1\]"):
+        generator("one and", mars_threshold=2.0)
 
 
 class Bomb:

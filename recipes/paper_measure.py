@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,7 +192,8 @@ class Bench:
         for name in systems:
             model, tokenizer = self.lab.load("ar", seed)
             work = self.lab.folder / "cost"
-            trainers[name] = self.lab.trainer(SYSTEMS[name], seed, model, tokenizer, Path(work))
+            examples = (steps + 1) * self.scale.per_device_batch_size
+            trainers[name] = self.lab.trainer(SYSTEMS[name], seed, model, tokenizer, work, examples)
         loaders = {name: cycle(trainer.get_train_dataloader()) for name, trainer in trainers.items()}
         seconds: dict[str, list[float]] = {name: [] for name in systems}
         tokens: dict[str, list[int]] = {name: [] for name in systems}

@@ -70,7 +70,7 @@ def draw_curves(path: Path, measured: Measured, groups: dict[str, list[Row]]) ->
     right.set(xlabel="threshold", ylabel="tokens per forward", title="What the threshold does")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     save(figure, path)
 
 
@@ -98,12 +98,13 @@ def draw_ablation(path: Path, measured: Measured, block_sizes: tuple[int, ...]) 
         axes[2].plot(block_sizes, signal, marker="o", color=f"C{number}", label=name)
     for panel, title in ((axes[0], "τ = 1"), (axes[1], "τ = 0.95")):
         mark_reference(panel, measured)
-        panel.set(title=title, ylabel="exact match")
+        panel.set(title=title, ylabel="exact match", ylim=(-0.05, 1.05))
     axes[2].set(title="Autoregressive share of the signal", ylim=(0, 1))
     for panel in axes:
         panel.set(xlabel="block size B", xticks=block_sizes)
         panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
+    axes[2].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     save(figure, path)
 
 
@@ -136,7 +137,7 @@ def draw_cost(path: Path, record: Record) -> None:
     axes.plot([], [], "o", color="C0", label="time")
     axes.plot([], [], "x", color="C1", label="tokens fed")
     axes.set(xlabel="a training step, multiple of AR SFT's", xlim=(0, None))
-    axes.legend()
+    axes.legend(loc="lower left")
     save(figure, path)
 
 

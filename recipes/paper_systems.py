@@ -123,11 +123,20 @@ class Lab:
         return model, tokenizer
 
     def trainer(
-        self, system: System, seed: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output_dir: Path
+        self,
+        system: System,
+        seed: int,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        output_dir: Path,
+        examples: int | None = None,
     ) -> Any:
-        """The trainer of a system, ready to train."""
+        """The trainer of a system, ready to train, on the first so many examples only if that is said."""
         common = self._arguments(system, seed, output_dir)
-        rest = {"train_dataset": self.train_data(seed), "processing_class": tokenizer}
+        data = self.train_data(seed)
+        if examples is not None:
+            data = data.select(range(min(examples, len(data))))
+        rest = {"train_dataset": data, "processing_class": tokenizer}
         if system.trainer == "sft":
             return SFTTrainer(model, args=SFTConfig(**common), **rest)
         if system.trainer == "mars":

@@ -111,6 +111,28 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: py
     assert len(measured) == len(set(measured)) + 1  # the one that was cut short
 
 
+def test_full_scale_takes_local_folders_and_files(model, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(json.dumps({"question": "What is 1 + 1?", "answer": "1 + 1 = 2\n#### 2"}) + "\n")
+    run(
+        monkeypatch,
+        *("main", "--scale", "full", "--model", tmp_path / "model", "--draft_model", tmp_path / "model"),
+        *("--train_data", problems, "--eval_data", problems, "--dtype", "float32", "--save_steps", "1"),
+        *("--systems", "ar", "ar-twice", "mars-b4", "--output_dir", tmp_path / "out"),
+    )
+    table = (tmp_path / "out" / "main.md").read_text()
+    assert "Block Diffusion" not in table
+    assert table.count("| MARS, B=4 |") == 3
+    # A checkpoint of one's own is taken as it is.
+    records = Store(tmp_path / "out" / "results.jsonl").records
+    given = next((tmp_path / "out" / "checkpoints").glob("mars-b4-*"))
+    lab = Lab(SCALES["full"], tmp_path / "none", {"mars-b4": str(given)})
+    assert lab.checkpoint("mars-b4", 0) == given
+    assert len(records) == 9
+
+
 def test_a_training_that_was_cut_short_is_not_taken_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lab = Lab(paper_settings.Scale(**SMALL), tmp_path)
     trainer = lab.trainer

@@ -51,7 +51,7 @@ TABLE = {
     "pretrained": set(),
     "modeling": {"class_swap", "generation", "hub", "pretrained"},
     "lm_eval": {"modeling", "pretrained"},
-    "serve": {"modeling"},
+    "serve": {"modeling", "options"},
     "sft_trainer": {
         "masks",
         "losses",

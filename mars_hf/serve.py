@@ -1,0 +1,145 @@
+"""`transformers serve` whose models have MARS generation.
+
+python -m mars_hf.serve path/or/repo --mars-threshold 0.9 --port 8000
+
+It is `transformers serve`, with its options and its OpenAI-style endpoints. A request sets what is its own in the
+field `generation_config`, a JSON object in a string: `{"mars_threshold": 0.8}`, or any other `mars_*` argument of
+`generate`. Without one, and without `--mars-threshold`, the model decodes one token at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from transformers.cli.serve import Serve
+from transformers.cli.serving import model_manager, server
+from transformers.cli.serving.utils import BaseHandler, split_revision
+
+from .modeling import AutoMarsModelForCausalLM
+from .options import DEFAULTS
+
+
+class MarsModelManager(model_manager.ModelManager):
+    """A `ModelManager` that loads language models with `AutoMarsModelForCausalLM`.
+
+    Attributes:
+        mars_threshold: of requests that set none; None for one token at a time.
+    """
+
+    mars_threshold: float | None = None
+
+    def __init__(self, *args: Any, continuous_batching: bool = False, **kwargs: Any) -> None:
+        if continuous_batching:
+            raise ValueError(
+                "Continuous batching has a decoding loop of its own, without MARS. Leave out `--continuous-batching`, "
+                "or use `transformers serve`."
+            )
+        super().__init__(*args, continuous_batching=False, **kwargs)
+
+    def _load_model(
+        self,
+        model_id_and_revision: str,
+        tqdm_class: type | None = None,
+        progress_callback: Callable[[dict[str, Any]], None] | None = None,
+        gguf_file: str | None = None,
+    ) -> Any:
+        model_id, revision = split_revision(model_id_and_revision)
+        given = {"revision": revision, "gguf_file": gguf_file, "quantization_config": self.get_quantization_config()}
+        if progress_callback is not None:
+            progress_callback({"status": "loading", "model": model_id_and_revision, "stage": "config"})
+        model = AutoMarsModelForCausalLM.from_pretrained(
+            model_id,
+            attn_implementation=self.attn_implementation,
+            dtype=self.dtype,
+            device_map=self.device,
+            trust_remote_code=self.trust_remote_code,
+            tqdm_class=tqdm_class,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        if self.mars_threshold is not None:
+            model.generation_config.mars_threshold = self.mars_threshold
+        return model
+
+
+def check_request(body: dict[str, Any]) -> None:
+    """Refuse what a generation config would take in silence: entries that look like arguments of MARS and are none.
+
+    Raises:
+        HTTPException: status 422.
+    """
+    if not body.get("generation_config"):
+        return
+    try:
+        entries = json.loads(body["generation_config"])
+    except (TypeError, ValueError) as error:
+        raise HTTPException(422, f"`generation_config` must be a JSON object in a string: {error}") from error
+    if not isinstance(entries, dict):
+        raise HTTPException(422, "`generation_config` must be a JSON object in a string.")
+    if unknown := sorted(name for name in entries if name.startswith("mars") and name not in DEFAULTS):
+        raise HTTPException(
+            422, f"Unknown in `generation_config`: {', '.join(unknown)}. Known: {', '.join(DEFAULTS)}."
+        )
+
+
+def _with_checked_requests(build: Callable[..., Any]) -> Callable[..., Any]:
+    def build_generation_config(self: BaseHandler, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        check_request(body)
+        return build(self, body, *args, **kwargs)
+
+    return build_generation_config
+
+
+def _with_answered_errors(build: Callable[..., FastAPI]) -> Callable[..., FastAPI]:
+    """What MARS refuses is a fault of the request, which the server would take for its own."""
+
+    def build_server(*args: Any, **kwargs: Any) -> FastAPI:
+        app = build(*args, **kwargs)
+
+        @app.exception_handler(ValueError)
+        async def refuse(request: Request, error: ValueError) -> JSONResponse:
+            return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
+
+        return app
+
+    return build_server
+
+
+def serve(mars_threshold: float | None = None, **options: Any) -> None:
+    """Serve until the process ends; `options` are those of `transformers.cli.serve.Serve`."""
+    MarsModelManager.mars_threshold = mars_threshold
+    # `Serve` makes its parts itself, from these names.
+    model_manager.ModelManager = MarsModelManager
+    server.build_server = _with_answered_errors(server.build_server)
+    BaseHandler._build_generation_config = _with_checked_requests(BaseHandler._build_generation_config)
+    Serve(**options)
+
+
+def main() -> None:
+    """The command line of `transformers serve`, with `--mars-threshold`."""
+    threshold = inspect.Parameter(
+        "mars_threshold",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[float | None, typer.Option(help="MARS threshold of requests that set none, in (0, 1].")],
+    )
+    _, *options = inspect.signature(Serve.__init__).parameters.values()
+
+    def command(**given: Any) -> None:
+        serve(**given)
+
+    command.__doc__ = __doc__
+    command.__signature__ = inspect.Signature([*options, threshold])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*options, threshold)}
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from transformers import TrainingArguments
 from trl import SFTConfig
@@ -88,6 +89,16 @@ class MarsSFTConfig(SFTConfig):
                 "`mars_block_curriculum` must be at least 0 and below 1, or blocks never reach `mars_block_size`; "
                 f"got {self.mars_block_curriculum!r}."
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: `Trainer` writes its arguments into every checkpoint, and a token must not travel along."""
+        return {**self.__dict__, "hub_token": None}
+
+    def __copy__(self) -> MarsSFTConfig:
+        """A copy in memory keeps the token."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
 
 
 def block_size_at(args: TrainingArguments, step: int, max_steps: int) -> int:

@@ -106,6 +106,8 @@ class MarsDecoder:
         self.scores = TokenRecord(self.state) if wants and generation_config.output_scores else None
         self.logits = TokenRecord(self.state) if wants and generation_config.output_logits else None
         self.cache = model_kwargs.get("cache")
+        self.mask_token = torch.tensor([options.mask_token_id], device=self.device)
+        self.last_threshold = float("nan")
         self.started = time.perf_counter()
 
     def run(self) -> Tensor | MarsGenerateOutput:
@@ -134,19 +136,20 @@ class MarsDecoder:
             threshold = check_threshold(threshold(step), self.options.confidence, state.batch)
         if isinstance(threshold, Tensor):
             return threshold.to(self.device)[state.rows, None]
-        return torch.full((len(state.host_rows), 1), threshold, dtype=torch.float32, device=self.device)
+        if threshold != self.last_threshold:
+            self.last_threshold = threshold
+            self.one_threshold = torch.full((1, 1), threshold, dtype=torch.float32, device=self.device)
+        return self.one_threshold.expand(len(state.host_rows), 1)
 
     def _accept(self, logits: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Choose the candidates and cut them: tokens (N, B), accepted (N,) and ended (N,)."""
         if self.other_criteria or not all(type(processor) in PREFIX_FREE for processor in self.processors):
             return self._accept_one_by_one(logits, threshold)
-        scores = self._ban_mask(logits)
-        if self.processors:
-            no_prefix = torch.empty(logits[..., 0].numel(), 0, dtype=torch.long, device=self.device)
-            scores = self.processors(no_prefix, scores.flatten(0, 1)).view_as(logits)
-        self._record(self.state.length, logits, scores)
-        tokens = self._choose(scores)
-        accepted = accepted_length(self._is_acceptable(logits, tokens, threshold))
+        tokens = self._choose_all(logits)
+        accepted = torch.ones_like(tokens[:, 0])
+        if tokens.shape[1] > 1:
+            further = self._is_acceptable(logits[:, 1:], tokens[:, 1:], tokens[:, :-1], threshold)
+            accepted = accepted_length(torch.nn.functional.pad(further, (1, 0), value=True))
         accepted = accepted.minimum(self.state.max_length - self.state.length)
         accepted, ended = cut_after_first(tokens, accepted, self.stop_tokens)
         waiting = self.proposer.waiting(self.state)
@@ -155,18 +158,34 @@ class MarsDecoder:
             accepted, ended = accepted * going, ended & going
         return tokens, accepted, ended | (self.state.length + accepted >= self.state.max_length)
 
-    def _is_acceptable(self, logits: Tensor, tokens: Tensor, threshold: Tensor | None) -> Tensor:
-        """(N, B) bool: is the model sure of a candidate; in a lossless step, was the draft before it right."""
+    def _choose_all(self, logits: Tensor) -> Tensor:
+        """(N, B) candidates from raw logits (N, B, V), where no processor needs a prefix."""
+        if not (self.processors or self.scores or self.logits or self.config.do_sample):
+            # Banned in place and given back: a copy of all logits would cost more than the rest of the loop.
+            of_mask = logits.index_select(-1, self.mask_token)
+            tokens = logits.index_fill_(-1, self.mask_token, float("-inf")).argmax(-1)
+            logits.index_copy_(-1, self.mask_token, of_mask)
+            return tokens
+        scores = self._ban_mask(logits)
+        if self.processors:
+            no_prefix = torch.empty(logits[..., 0].numel(), 0, dtype=torch.long, device=self.device)
+            scores = self.processors(no_prefix, scores.flatten(0, 1)).view_as(logits)
+        self._record(self.state.length, logits, scores)
+        return self._choose(scores)
+
+    def _is_acceptable(self, logits: Tensor, tokens: Tensor, before: Tensor, threshold: Tensor | None) -> Tensor:
+        """(N, K) bool, of candidates (N, K) behind others (N, K): is the model sure of them, by logits (N, K, V).
+
+        In a lossless step: was the draft before each one right.
+        """
         if threshold is None:
-            was_right = tokens[:, :-1] == self.proposer.drafts
-            return torch.nn.functional.pad(was_right, (1, 0), value=True)
+            return before == self.proposer.drafts
         confidence = confidence_of(logits, tokens, self.options.confidence)
         return is_confident(confidence, threshold, self.options.confidence)
 
     def _ban_mask(self, scores: Tensor) -> Tensor:
         """A [MASK] is never a token of the text."""
-        mask_token = torch.tensor(self.options.mask_token_id, device=self.device)
-        return scores.index_fill(-1, mask_token, float("-inf"))
+        return scores.index_fill(-1, self.mask_token, float("-inf"))
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Tokens (...) from scores (..., V)."""
@@ -198,7 +217,8 @@ class MarsDecoder:
                 tokens[members, k] = self._judge(logits[:, k], members, column)
                 keep = members
                 if k > 0 and threshold is not None:
-                    sure = self._is_acceptable(logits[members, k, None], tokens[members, k, None], threshold[members])
+                    candidates = tokens[members, k, None]
+                    sure = self._is_acceptable(logits[members, k, None], candidates, candidates, threshold[members])
                     keep = [row for row, is_sure in zip(members, sure[:, 0].tolist(), strict=True) if is_sure]
                 accepted[keep] += 1
                 ended[keep] = self._take(keep, tokens[:, k], column)

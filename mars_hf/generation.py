@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMode, MaxLengthCriteria
 
+from .attention import grouped_heads
 from .cache import MarsCache
 from .decoding import MarsDecoder, MarsGenerateOutput
 from .generation_refusals import refuse_arguments, refuse_inputs, refuse_models, refuse_modes, refuse_processors
@@ -217,7 +218,7 @@ class MarsGenerationMixin(GenerationMixin):
         decoder = MarsDecoder(
             self, input_ids, options, generation_config, logits_processor, stopping_criteria, streamer, model_kwargs
         )
-        with self._optimize_model_for_decode():
+        with self._optimize_model_for_decode(), grouped_heads(self.config):
             return decoder.run()
 
 

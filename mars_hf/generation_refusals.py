@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers.generation import (
     ClassifierFreeGuidanceLogitsProcessor,
@@ -14,7 +13,7 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from .masks import attention_windows, masks_for_model
+from .masks import MaskForm
 from .options import MarsOptions
 
 if TYPE_CHECKING:
@@ -111,8 +110,7 @@ def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
             "without `torch.compile`, or set `mars_threshold=1.0`."
         )
     if options.cache != "none":
-        attention_windows(model.config)
-        masks_for_model(model.config, model.dtype, lambda window: torch.ones(1, 1, 1, 1, dtype=torch.bool))
+        MaskForm(model.config, model.dtype)
 
 
 def refuse_inputs(

@@ -16,6 +16,9 @@ from transformers import PreTrainedConfig
 
 PADDING, CLEAN, MASKED = -1, 0, 1
 
+# The name of our form of `sdpa`, which takes the same masks; `attention.py` has it.
+GROUPED = "mars_grouped_sdpa"
+
 # A model takes one mask for all its layers, or one per kind of layer where full and sliding attention alternate.
 AttentionMask = Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask]
 
@@ -172,37 +175,51 @@ def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
-def masks_for_model(
-    config: PreTrainedConfig, dtype: torch.dtype, make_mask: Callable[[int | None], Tensor]
-) -> AttentionMask:
-    """Make the masks that a model's layers and its attention backend read.
+class MaskForm:
+    """The masks that a model's layers and its attention backend read; looks the model up once for many masks.
 
     Args:
         config: the model's configuration; its layer types and attention implementation decide the form.
         dtype: the dtype attention runs in; `eager` adds the mask to the scores in it.
-        make_mask: from a sliding window, or None, to the bool mask (N, 1, Q, K).
-
-    Returns:
-        One tensor, or a dict by layer type for models that mix full and sliding layers. Bool for `sdpa`; 0 and the
-        dtype's minimum for `eager`, which adds its mask and would silently take True for 1.
 
     Raises:
-        ValueError: for an attention implementation that takes no such mask.
+        ValueError: for an attention implementation, or layers, that take no such mask.
     """
-    implementation = config.get_text_config()._attn_implementation
-    if implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"MARS needs an attention implementation that takes a custom mask, and `{implementation}` does not. Load "
-            "the model with `attn_implementation='sdpa'` (or 'eager')."
-        )
 
-    def backend_form(mask: Tensor) -> Tensor:
-        if implementation == "sdpa":
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        implementation = config.get_text_config()._attn_implementation
+        if implementation not in ("sdpa", GROUPED, "eager"):
+            raise ValueError(
+                f"MARS needs an attention implementation that takes a custom mask, and `{implementation}` does not. "
+                "Load the model with `attn_implementation='sdpa'` (or 'eager')."
+            )
+        self.is_added, self.dtype = implementation == "eager", dtype
+        self.windows = attention_windows(config)
+
+    def masks(self, make_mask: Callable[[int | None], Tensor]) -> AttentionMask:
+        """The masks of one forward pass.
+
+        Args:
+            make_mask: from a sliding window, or None, to the bool mask (N, 1, Q, K).
+
+        Returns:
+            One tensor, or a dict by layer type for models that mix full and sliding layers. Bool for `sdpa`; 0 and
+            the dtype's minimum for `eager`, which adds its mask and would silently take True for 1.
+        """
+        masks = {kind: self._backend_form(make_mask(window)) for kind, window in self.windows.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _backend_form(self, mask: Tensor) -> Tensor:
+        if not self.is_added:
             return mask
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
 
-    masks = {kind: backend_form(make_mask(window)) for kind, window in attention_windows(config).items()}
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+def masks_for_model(
+    config: PreTrainedConfig, dtype: torch.dtype, make_mask: Callable[[int | None], Tensor]
+) -> AttentionMask:
+    """`MaskForm.masks` for a single forward pass."""
+    return MaskForm(config, dtype).masks(make_mask)
 
 
 def training_masks(config: PreTrainedConfig, dtype: torch.dtype, layout: Layout) -> AttentionMask:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import MarsCache
-from .masks import decode_mask, masks_for_model
+from .masks import MaskForm, decode_mask
 from .state import DecodingState
 
 
@@ -68,6 +68,7 @@ class CursorProposer(Proposer):
     def __init__(self, model: PreTrainedModel, window: int, cache: MarsCache, model_kwargs: dict[str, Any]) -> None:
         super().__init__(model, window)
         self.cache, self.model_kwargs = cache, model_kwargs
+        self.mask_form = MaskForm(model.config, model.dtype)
 
     def propose(self, state: DecodingState) -> Tensor:
         if self.num_forwards == 0:
@@ -76,6 +77,10 @@ class CursorProposer(Proposer):
             cursor = self.cache.cursor[: len(state.host_rows)]
             logits = self.feed(state, cursor, self.cache.host_cursor, self.window - 1)
         self.cache.commit(state.length, state.host_length)
+        return self.last(logits, state)
+
+    def last(self, logits: Tensor, state: DecodingState) -> Tensor:
+        """The logits of the candidates, where the rows are: the last B of a forward, in float32."""
         return logits[:, -self.window :].to(device=state.device, dtype=torch.float32)
 
     def keep_rows(self, rows: list[int]) -> list[int]:
@@ -112,10 +117,13 @@ class CursorProposer(Proposer):
         width, visible = max(fed) + masks, max(state.host_length) + masks
         # The first forward reads a prompt, if only the end of one.
         self.width = width if self.num_forwards else None
-        offset = torch.arange(width, device=state.device) - width + masks + (state.length - start)[:, None]
-        columns = start[:, None] + offset.clamp(min=0)
-        aligned = len(set(fed)) == 1 and len(set(state.host_length)) == 1
-        self.cache.plan_write(columns.where(offset >= 0, visible), visible, host_start[0] if aligned else None)
+        if min(fed) == max(fed) and len(set(state.host_length)) == 1:
+            columns = torch.arange(host_start[0], visible, device=state.device).expand(len(fed), -1)
+            self.cache.plan_write(columns, visible, first=host_start[0])
+        else:
+            offset = torch.arange(width, device=state.device) - width + masks + (state.length - start)[:, None]
+            columns = start[:, None] + offset.clamp(min=0)
+            self.cache.plan_write(columns.where(offset >= 0, visible), visible)
         return self.forward_columns(state, columns, visible, masks + 1)
 
     def forward_columns(self, state: DecodingState, columns: Tensor, visible: int, keep: int) -> Tensor:
@@ -124,9 +132,7 @@ class CursorProposer(Proposer):
         return self.forward(
             input_ids=state.tokens[rows, columns],
             position_ids=state.positions[rows, columns],
-            attention_mask=masks_for_model(
-                self.model.config, self.model.dtype, lambda sliding: decode_mask(columns, key_mask, sliding)
-            ),
+            attention_mask=self.mask_form.masks(lambda sliding: decode_mask(columns, key_mask, sliding)),
             cache=self.cache,
             use_cache=True,
             logits_to_keep=keep,
@@ -161,7 +167,7 @@ class BlockProposer(CursorProposer):
         host_start = [min(self.frozen, length - 1) for length in state.host_length]
         logits = self.feed(state, start, host_start, self.window - 1)
         self.cache.commit(start, host_start)
-        return logits[:, -self.window :].to(device=state.device, dtype=torch.float32)
+        return self.last(logits, state)
 
     def _close_block(self, state: DecodingState) -> None:
         """Write the block that every row has filled into the cache."""

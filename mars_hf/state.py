@@ -81,9 +81,10 @@ class DecodingState:
         self.length = self.length + accepted
         # The one synchronisation of a step: the host learns how far every row went and which ones ended.
         host_accepted, host_ended = torch.stack([accepted, ended.long()]).tolist()
-        record = torch.zeros(self.batch, dtype=torch.long)
-        record[self.host_rows] = torch.tensor(host_accepted)
-        self.accepted_lengths.append(record)
+        record = [0] * self.batch
+        for row, count in zip(self.host_rows, host_accepted, strict=True):
+            record[row] = count
+        self.accepted_lengths.append(torch.tensor(record))
         self.host_length = [length + new for length, new in zip(self.host_length, host_accepted, strict=True)]
         return host_accepted, host_ended
 

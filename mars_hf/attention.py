@@ -1,0 +1,70 @@
+"""Attention of a decoding step that reads the cache where it lies, without a copy for every query head.
+
+Shapes: N rows, H query heads, G of them to a key-value head, Q queries, K keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .masks import GROUPED
+
+# Beyond so many queries attention is not about reading the cache, and the mask is what becomes large.
+MOST_QUERIES = 64
+
+
+def grouped_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`sdpa` with the query heads of a key-value head as further queries, where stock `sdpa` would copy the cache.
+
+    Args:
+        query: (N, H, Q, D).
+        key: (N, H / G, K, D), and `value` alike.
+        attention_mask: bool (N, 1, Q, K), or None.
+
+    Returns:
+        (N, Q, H, D), and None where other implementations return the attention weights.
+    """
+    rows, heads, queries = query.shape[:3]
+    groups = heads // key.shape[1]
+    unusual = {name for name, value in kwargs.items() if name in ("softcap", "position_bias") and value is not None}
+    if groups == 1 or attention_mask is None or attention_mask.shape[1] != 1 or queries > MOST_QUERIES or unusual:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    folded = query.reshape(rows, key.shape[1], groups * queries, query.shape[3])
+    output = torch.nn.functional.scaled_dot_product_attention(
+        folded,
+        key,
+        value,
+        attention_mask.repeat(1, 1, groups, 1),
+        kwargs.get("dropout", 0.0),
+        scale=kwargs.get("scaling"),
+    )
+    return output.reshape(rows, heads, queries, value.shape[3]).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+@contextmanager
+def grouped_heads(config: PreTrainedConfig) -> Iterator[None]:
+    """Let a model whose attention is `sdpa` use `grouped_attention`, for as long as the context lasts."""
+    config = config.get_text_config()
+    if config._attn_implementation not in ("sdpa", GROUPED):
+        yield
+        return
+    config._attn_implementation = GROUPED
+    try:
+        yield
+    finally:
+        # Not what stood there before: another thread may have begun while this one was decoding.
+        config._attn_implementation = "sdpa"

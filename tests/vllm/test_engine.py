@@ -155,7 +155,9 @@ def spread_prefix() -> list[int]:
     raise AssertionError("no such place")
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.8}], ids=("1", "top_k", "top_p"))
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1.5, "top_k": 5}, {"temperature": 1.5, "top_p": 0.9}], ids=("1", "top_k", "top_p")
+)
 def test_sampled_texts_follow_the_autoregressive_distribution(engine, params):
     # Chi-square of the joint distribution of four tokens, of which drafts give the last ones.
     prefix, count, length = spread_prefix(), 3000, 4
@@ -167,7 +169,7 @@ def test_sampled_texts_follow_the_autoregressive_distribution(engine, params):
     )
     expected = {text: count * probability_of(prefix, text, **params) for text, _ in seen.most_common()}
     frequent = {text: value for text, value in expected.items() if value >= 5}
-    assert len(frequent) > 3
+    assert len(frequent) > 2
     rest = count - sum(frequent.values()), count - sum(seen[text] for text in frequent)
     statistic = sum((seen[text] - value) ** 2 / value for text, value in frequent.items())
     statistic += (rest[1] - rest[0]) ** 2 / max(rest[0], 1.0)
@@ -191,10 +193,10 @@ def probability_of(prefix, text, temperature=1.0, top_k=None, top_p=None) -> flo
 
 @pytest.mark.parametrize("setting", ["lossless", "0.8"])
 def test_a_seed_gives_the_same_text_alone_and_in_a_batch(engine, setting):
-    alone = tokens(generate(engine, [prompts()[0]], setting, temperature=1.0, seed=7))[0]
-    together = tokens(generate(engine, prompts(), setting, temperature=1.0, seed=7))
-    assert together[0] == alone
-    assert tokens(generate(engine, [prompts()[0]], setting, temperature=1.0, seed=8))[0] != alone
+    texts = [tokens(generate(engine, prompts()[:1], setting, temperature=1.5, seed=seed))[0] for seed in range(8)]
+    assert len(set(map(tuple, texts))) > 4
+    for seed in (0, 5):
+        assert tokens(generate(engine, prompts(), setting, temperature=1.5, seed=seed))[0] == texts[seed]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ LONGEST = 352
 
 @pytest.fixture(scope="module")
 def engine():
-    # 16 blocks of 32 tokens: less than three of the longer requests; chunks of at most 48 tokens.
+    # 16 blocks of 32 tokens hold less than two of the longer requests; a step reads 90 tokens at most.
     return start_engine(
         max_model_len=LONGEST,
         max_num_seqs=6,
@@ -42,10 +42,10 @@ def metric(engine, name: str) -> float:
 def test_tokens_survive_chunks_and_preemption(engine, setting):
     assert max(map(len, prompts())) > 3 * 90
     before = metric(engine, "vllm:num_preemptions")
-    texts = tokens(generate(engine, prompts(), setting, min_tokens=0))
+    texts = tokens(generate(engine, prompts(), setting))
     assert metric(engine, "vllm:num_preemptions") > before
-    same = [text == want for text, want in zip(texts, wanted(setting), strict=True)]
-    assert all(same)
+    # Two prompts leave less room than their answers would take.
+    assert texts == [want[: LONGEST - len(prompt)] for prompt, want in zip(prompts(), wanted(setting), strict=True)]
 
 
 @pytest.mark.parametrize("setting", ["lossless", "0.5"])

@@ -37,7 +37,7 @@ def server(tmp_path_factory):
     command += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
     command += ["--block-size", "32", "--generation-config", "vllm"]
     # A tiny model would rather write white space than come to an end.
-    command += ["--structured-outputs-config", '{"disable_any_whitespace": true}']
+    command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as output:

@@ -93,6 +93,15 @@ def test_stop_strings_cut_the_text(engine, setting):
         assert completion.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_is_never_a_token(engine, temperature):
+    # Two tokens are allowed, and of these [MASK] may be the likelier one.
+    allowed = [reference()["mask"], 5]
+    for setting in ("lossless", "1.0", "0.5"):
+        texts = tokens(generate(engine, prompts()[:4], setting, temperature=temperature, allowed_token_ids=allowed))
+        assert all(set(text) == {5} for text in texts)
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3, 7])
 def test_no_more_tokens_than_asked_for(engine, limit):
     for setting in SETTINGS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,10 +70,38 @@ def test_evaluate_gsm8k(quickstart: tuple[Path, str], problems: Path, tmp_path: 
     assert "| 2 | 0.9 |" in result.stdout
 
 
+def test_benchmark_decoding(quickstart: tuple[Path, str], problems: Path, tmp_path: Path):
+    args = ("--data", problems, "--limit", "2", "--batch_sizes", "1", "2", "--max_new_tokens", "12", "--rounds", "1")
+    args = (*args, "--dtype", "float32", "--threshold", "0.05")
+    result = run("benchmark_decoding.py", quickstart[0], *args, "--output_dir", tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "decoding.jsonl").read_text().splitlines()]
+    settings = ["none, 0.05", "block 16, 0.05", "block 32, 0.05", "cursor, 0.05", "adaptive, 0.05"]
+    assert [row["setting"] for row in rows] == ["stock", "prompt lookup", *settings, "stock", *settings]
+    assert rows[0]["speedup"] == rows[0]["tokens_per_forward"] == 1.0
+    assert rows[5]["tokens_per_forward"] > 1.2
+    assert (tmp_path / "decoding.png").read_bytes().startswith(b"\x89PNG")
+    assert all((" slower |" in line) for line in result.stdout.splitlines() if "none" in line and "| 0." in line)
+
+
 def test_plot_training(quickstart: tuple[Path, str], tmp_path: Path):
     picture = tmp_path / "training.png"
     run("plot_training.py", quickstart[0], "--output", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_teaching_study(tmp_path: Path):
+    args = ("--fast", "--ways", "fixed", "random, growing", "--output_dir", tmp_path)
+    assert "tokens per forward at" in run("teaching_study.py", *args).stdout
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["way"] for row in rows] == ["fixed", "random, growing"]
+    assert run("teaching_study.py", *args).stderr == ""  # nothing is trained twice
+
+
+def test_benchmark_training(quickstart: tuple[Path, str], problems: Path):
+    problems.write_text(problems.read_text() * 9)
+    output = run("benchmark_training.py", "--model", quickstart[0], "--gsm8k", problems, "--fast").stdout
+    for kind in ("prompt-heavy", "chat", "all tokens"):
+        assert sum(line.startswith(f"| {kind} ") for line in output.splitlines()) == 3
 
 
 def test_sft_help():
@@ -114,3 +143,8 @@ def test_sft_takes_two_steps(
     assert log[-1]["step"] == 2
     result = run("generate.py", tmp_path / "out", QUESTION, "--max_new_tokens", "4")
     assert "tokens per forward" in result.stderr
+    if lora:
+        merged = run("merge_adapter.py", tmp_path / "out", "--output_dir", tmp_path / "merged").stdout
+        assert float(re.search(r"at most (\S+) of the largest", merged)[1]) < 1e-5
+        assert float(re.search(r"moved by (\S+) of its norm", merged)[1]) < 0.5
+        assert GenerationConfig.from_pretrained(tmp_path / "merged").mars_block_size == 4

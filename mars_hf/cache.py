@@ -74,6 +74,14 @@ class MarsCacheLayer(CacheLayerMixin):
             active.scatter_(2, slots[:, None, :, None].expand_as(states), states)
         return active[:, :, : self.plan.visible]
 
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy the slots `source` to the slots `target`, both (N, K), of the rows that the plan is for."""
+        for buffer in (self.keys, self.values):
+            active = buffer[: self.plan.rows]
+            shape = (-1, active.shape[1], -1, active.shape[3])
+            states = active.gather(2, source.to(buffer.device)[:, None, :, None].expand(shape))
+            active.scatter_(2, target.to(buffer.device)[:, None, :, None].expand(shape), states)
+
     def exchange_rows(self, left: Tensor, right: Tensor) -> None:
         """Exchange rows pairwise."""
         if self.is_initialized:
@@ -140,6 +148,11 @@ class MarsCache(Cache):
         count = self.plan.rows
         self.cursor[:count] = cursor
         self.host_cursor[:count] = host_cursor
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy what stands in the slots `source` to the slots `target`, both (N, K) int64, in every layer."""
+        for layer in self.layers:
+            layer.copy_slots(source, target)
 
     def keep_rows(self, rows: list[int]) -> list[int]:
         """Let all rows but these of the first N stand back, in place.

@@ -93,8 +93,7 @@ class MarsDecoder:
         self.state = DecodingState(
             input_ids,
             min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)),
-            # A lossless step reaches twice its drafts ahead: the last draft has its own group of [MASK]s.
-            max(options.block_size, 2 * options.draft_length + 1),
+            options.block_size if options.drafts is None else options.drafts.reach,
             options.mask_token_id,
             model_kwargs.get("attention_mask"),
             model_kwargs.get("position_ids"),
@@ -145,11 +144,20 @@ class MarsDecoder:
         """Choose the candidates and cut them: tokens (N, B), accepted (N,) and ended (N,)."""
         if self.other_criteria or not all(type(processor) in PREFIX_FREE for processor in self.processors):
             return self._accept_one_by_one(logits, threshold)
-        tokens = self._choose_all(logits)
+        tokens, scores = self._choose_all(logits)
         accepted = torch.ones_like(tokens[:, 0])
-        if tokens.shape[1] > 1:
-            further = self._is_acceptable(logits[:, 1:], tokens[:, 1:], tokens[:, :-1], threshold)
+        if threshold is None:
+            # The candidates that follow one another, out of all that the tree has judged.
+            path, accepted = self.proposer.confirmed(tokens)
+            tokens = tokens.gather(1, path)
+            if scores is not None:
+                along = path[..., None].expand(-1, -1, logits.shape[-1])
+                logits, scores = logits.gather(1, along), scores.gather(1, along)
+        elif tokens.shape[1] > 1:
+            further = self._is_sure(logits[:, 1:], tokens[:, 1:], threshold)
             accepted = accepted_length(torch.nn.functional.pad(further, (1, 0), value=True))
+        if scores is not None:
+            self._record(self.state.length, logits, scores)
         accepted = accepted.minimum(self.state.max_length - self.state.length)
         accepted, ended = cut_after_first(tokens, accepted, self.stop_tokens)
         waiting = self.proposer.waiting(self.state)
@@ -158,28 +166,23 @@ class MarsDecoder:
             accepted, ended = accepted * going, ended & going
         return tokens, accepted, ended | (self.state.length + accepted >= self.state.max_length)
 
-    def _choose_all(self, logits: Tensor) -> Tensor:
-        """(N, B) candidates from raw logits (N, B, V), where no processor needs a prefix."""
-        if not (self.processors or self.scores or self.logits or self.config.do_sample):
+    def _choose_all(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(N, B) candidates from raw logits (N, B, V), where no processor needs a prefix; their scores, if wanted."""
+        wants_record = self.scores is not None or self.logits is not None
+        if not (self.processors or wants_record or self.config.do_sample):
             # Banned in place and given back: a copy of all logits would cost more than the rest of the loop.
             of_mask = logits.index_select(-1, self.mask_token)
             tokens = logits.index_fill_(-1, self.mask_token, float("-inf")).argmax(-1)
             logits.index_copy_(-1, self.mask_token, of_mask)
-            return tokens
+            return tokens, None
         scores = self._ban_mask(logits)
         if self.processors:
             no_prefix = torch.empty(logits[..., 0].numel(), 0, dtype=torch.long, device=self.device)
             scores = self.processors(no_prefix, scores.flatten(0, 1)).view_as(logits)
-        self._record(self.state.length, logits, scores)
-        return self._choose(scores)
+        return self._choose(scores), scores if wants_record else None
 
-    def _is_acceptable(self, logits: Tensor, tokens: Tensor, before: Tensor, threshold: Tensor | None) -> Tensor:
-        """(N, K) bool, of candidates (N, K) behind others (N, K): is the model sure of them, by logits (N, K, V).
-
-        In a lossless step: was the draft before each one right.
-        """
-        if threshold is None:
-            return before == self.proposer.drafts
+    def _is_sure(self, logits: Tensor, tokens: Tensor, threshold: Tensor) -> Tensor:
+        """(N, K) bool, whether the model is sure of candidates (N, K) by logits (N, K, V)."""
         confidence = confidence_of(logits, tokens, self.options.confidence)
         return is_confident(confidence, threshold, self.options.confidence)
 
@@ -205,8 +208,10 @@ class MarsDecoder:
 
         Candidate k of a row is looked at only once candidate k-1 is accepted and has not ended the row.
         """
-        count, window = logits.shape[:2]
+        count, window = len(logits), self.proposer.reach
         lengths = self.state.host_length
+        # Where the candidate that a row is asked about stands among its logits.
+        places = [0] * count
         tokens = torch.full((count, window), self.options.mask_token_id, device=self.device)
         accepted = torch.zeros(count, dtype=torch.long)
         ended = torch.zeros(count, dtype=torch.bool)
@@ -214,19 +219,22 @@ class MarsDecoder:
         for k in range(window):
             for column in sorted({lengths[row] + k for row in alive}):
                 members = [row for row in alive if lengths[row] + k == column]
-                tokens[members, k] = self._judge(logits[:, k], members, column)
+                tokens[members, k] = self._judge(logits[range(count), places], members, column)
                 keep = members
                 if k > 0 and threshold is not None:
-                    candidates = tokens[members, k, None]
-                    sure = self._is_acceptable(logits[members, k, None], candidates, candidates, threshold[members])
+                    sure = self._is_sure(logits[members, k, None], tokens[members, k, None], threshold[members])
                     keep = [row for row, is_sure in zip(members, sure[:, 0].tolist(), strict=True) if is_sure]
                 accepted[keep] += 1
                 ended[keep] = self._take(keep, tokens[:, k], column)
             alive = [row for row in alive if accepted[row] == k + 1 and not ended[row]]
-            if threshold is None and k + 1 < window:
-                # Behind a wrong draft no candidate has a true prefix.
-                was_right = (tokens[:, k] == self.proposer.drafts[:, k]).tolist()
-                alive = [row for row in alive if was_right[row]]
+            chosen = tokens[:, k].tolist()
+            following = {row: self.proposer.place_behind(row, places[row], chosen[row]) for row in alive}
+            # Behind a wrong draft no candidate has a true prefix.
+            alive = []
+            for row, place in following.items():
+                if place is not None:
+                    places[row] = place
+                    alive.append(row)
         return tokens, accepted.to(self.device), ended.to(self.device)
 
     def _judge(self, logits: Tensor, members: list[int], column: int) -> Tensor:
@@ -298,8 +306,8 @@ def make_proposer(
     if options.cache == "none":
         return Proposer(model, options.block_size)
     cache = model_kwargs["cache"]
-    if options.draft_length:
-        return DraftProposer(model, options.draft_length, cache, model_kwargs, device)
+    if options.drafts is not None:
+        return DraftProposer(model, options.drafts, cache, model_kwargs)
     if options.cache == "block":
         return BlockProposer(model, options.block_size, cache, model_kwargs, options.cache_block_size)
     return CursorProposer(model, options.block_size, cache, model_kwargs)

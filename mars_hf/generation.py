@@ -47,6 +47,8 @@ class MarsGenerationMixin(GenerationMixin):
         mars_confidence: str | None = None,
         mars_lossless: bool | None = None,
         mars_draft_length: int | None = None,
+        mars_draft_choices: int | None = None,
+        mars_tree_budget: int | str | None = None,
         mars_adaptive_window: bool | None = None,
         **kwargs: Any,
     ) -> Tensor | MarsGenerateOutput:
@@ -67,7 +69,13 @@ class MarsGenerationMixin(GenerationMixin):
                 must not exceed the threshold.
             mars_lossless: let the model confirm its own drafts instead of trusting them by a threshold: greedy tokens
                 are those of plain autoregressive decoding, sampled ones follow its distribution.
-            mars_draft_length: drafts that a lossless step confirms; by default `mars_block_size - 1`.
+                `prompt_lookup_num_tokens` and `max_matching_ngram_size` add the n-grams of the row's own text as a
+                second source of drafts, for any number of rows.
+            mars_draft_length: drafts that the [MASK]s make for a lossless step; by default `mars_block_size - 1`.
+            mars_draft_choices: likeliest tokens at each [MASK] that become drafts, one instead of the other; 1 by
+                default, and more need a `mars_tree_budget`.
+            mars_tree_budget: most tokens that a row feeds in a lossless step, drafts and [MASK]s; the likeliest to be
+                of use are kept. All by default; "auto" feeds as many as pay by the seconds measured.
             mars_adaptive_window: let the candidates of a step be as many as pay for themselves, from 1 to
                 `mars_block_size`, by the acceptance so far and the measured cost of a forward, so that MARS is not
                 slower than one token at a time. The text may differ from that of a fixed window, and from run to
@@ -89,6 +97,8 @@ class MarsGenerationMixin(GenerationMixin):
             "mars_confidence": mars_confidence,
             "mars_lossless": mars_lossless,
             "mars_draft_length": mars_draft_length,
+            "mars_draft_choices": mars_draft_choices,
+            "mars_tree_budget": mars_tree_budget,
             "mars_adaptive_window": mars_adaptive_window,
         }
         given = {name: value for name, value in given.items() if value is not None}
@@ -118,6 +128,14 @@ class MarsGenerationMixin(GenerationMixin):
             value = given.get(name, getattr(generation_config, name, None))
             setattr(generation_config, name, default if value is None else value)
         generation_config._mars_given = list(given)
+        if generation_config.mars_lossless:
+            # To stock `generate` it is a decoding loop of its own; here it is a source of drafts.
+            generation_config._mars_prompt_lookup = generation_config.prompt_lookup_num_tokens
+            if kwargs.get("max_matching_ngram_size") is not None and generation_config._mars_prompt_lookup is None:
+                raise ValueError(
+                    "`max_matching_ngram_size` has no effect without `prompt_lookup_num_tokens`. Set both, or neither."
+                )
+            generation_config.prompt_lookup_num_tokens = None
         return generation_config, model_kwargs
 
     def _validate_generation_mode(

@@ -57,6 +57,12 @@ def refuse_processors(processors: LogitsProcessorList) -> None:
 def refuse_modes(generation_mode: GenerationMode, config: GenerationConfig, generation_mode_kwargs: dict) -> None:
     """Refuse what replaces the decoding loop, and outputs that a step of several tokens does not have."""
     if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        mars = "mars_lossless" if config.mars_lossless else "mars_threshold"
+        if config.prompt_lookup_num_tokens is not None and generation_mode_kwargs.get("assistant_model") is None:
+            raise ValueError(
+                "`prompt_lookup_num_tokens` drafts tokens for the model to confirm, and `mars_threshold` confirms "
+                "none. Set `mars_lossless=True` instead of `mars_threshold`, or unset `prompt_lookup_num_tokens`."
+            )
         cause = {
             GenerationMode.ASSISTED_GENERATION: "Assisted generation (`assistant_model`, `prompt_lookup_num_tokens`, "
             "`assistant_early_exit`, `use_mtp`)",
@@ -64,8 +70,8 @@ def refuse_modes(generation_mode: GenerationMode, config: GenerationConfig, gene
             GenerationMode.BEAM_SAMPLE: "`num_beams > 1`",
         }.get(generation_mode, f"Generation mode `{generation_mode.value}`")
         raise ValueError(
-            f"{cause} cannot be combined with `mars_threshold`: MARS proposes and accepts several tokens of one "
-            "greedy or sampled sequence. Unset one of them."
+            f"{cause} cannot be combined with `{mars}`: MARS proposes and accepts several tokens of one greedy or "
+            "sampled sequence. Unset one of them."
         )
     if generation_mode_kwargs.get("synced_gpus"):
         raise ValueError(

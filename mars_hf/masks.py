@@ -134,20 +134,21 @@ def tree_mask(cursor: Tensor, key_mask: Tensor, tree: Tensor, depth: Tensor, win
     Args:
         cursor: (N,) committed slots of each row; token i of the step stands in slot `cursor + i`.
         key_mask: (N, K) bool, False for padding columns.
-        tree: (Q, Q) bool, which tokens of the step each of them sees, itself included.
-        depth: (Q,) positions of the step's tokens, counted from the first one.
+        tree: (N, Q, Q) bool, which tokens of the step each of them sees, itself included.
+        depth: (N, Q) positions of the step's tokens, counted from the first one.
         window: sliding window in tokens, or None.
 
     Returns:
         (N, 1, Q, K) bool.
     """
     step = torch.arange(key_mask.shape[1], device=cursor.device) - cursor[:, None]
-    committed, place = step < 0, step.clamp(0, len(depth) - 1)
-    in_step = (step >= 0) & (step < len(depth))
-    allowed = (committed & key_mask)[:, None] | (tree[:, place].transpose(0, 1) & in_step[:, None])
+    width = depth.shape[1]
+    committed, in_step, place = step < 0, (step >= 0) & (step < width), step.clamp(0, width - 1)
+    seen = tree.gather(2, place[:, None].expand(-1, width, -1))
+    allowed = (committed & key_mask)[:, None] | (seen & in_step[:, None])
     if window is not None:
-        key_depth = step.where(committed, depth[place])
-        allowed = allowed & (depth[:, None] - key_depth[:, None] < window)
+        key_depth = step.where(committed, depth.gather(1, place))
+        allowed = allowed & (depth[:, :, None] - key_depth[:, None] < window)
     return allowed[:, None]
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from .acceptance import CONFIDENCES
+from .checks import check_count
+from .draft_options import DRAFT_ARGUMENTS, DraftOptions, check_draft_ranges, resolve_drafts
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -27,6 +29,8 @@ DEFAULTS: dict[str, Any] = {
     "mars_confidence": "probability",
     "mars_lossless": False,
     "mars_draft_length": None,
+    "mars_draft_choices": 1,
+    "mars_tree_budget": None,
     "mars_adaptive_window": False,
 }
 CACHES = ("cursor", "block", "none")
@@ -63,7 +67,7 @@ class MarsOptions:
         cache: one of `CACHES`.
         cache_block_size: tokens of a block of the block cache.
         confidence: a measure of `acceptance.confidence_of`.
-        draft_length: drafts that a lossless step confirms; 0 for decoding by threshold.
+        drafts: the arguments of lossless decoding; None for decoding by threshold.
         adaptive_window: whether a step may have fewer candidates, where fewer are faster.
     """
 
@@ -73,13 +77,13 @@ class MarsOptions:
     cache: str
     cache_block_size: int
     confidence: str
-    draft_length: int = 0
+    drafts: DraftOptions | None = None
     adaptive_window: bool = False
 
     @property
     def is_autoregressive(self) -> bool:
         """Whether no candidate but the first could ever be accepted, so that the stock loop does the same for less."""
-        if self.draft_length or callable(self.threshold) or self.confidence == "entropy":
+        if self.drafts is not None or callable(self.threshold) or self.confidence == "entropy":
             return False
         return bool((torch.as_tensor(self.threshold) >= 1.0).all())
 
@@ -100,7 +104,7 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
     cache_block_size = config.mars_cache_block_size
     options = MarsOptions(None, block_size, mask_token_id, config.mars_cache, cache_block_size, config.mars_confidence)
     if config.mars_lossless:
-        options.draft_length = resolve_draft_length(config)
+        options.drafts = resolve_drafts(config)
     elif callable(config.mars_threshold):
         options.threshold = config.mars_threshold
     else:
@@ -132,30 +136,10 @@ def check_ranges(config: GenerationConfig) -> None:
     )
     if config.mars_confidence not in CONFIDENCES:
         raise ValueError(f"`mars_confidence` must be one of {', '.join(CONFIDENCES)}, got {config.mars_confidence!r}.")
-    if config.mars_draft_length is not None:
-        check_count("mars_draft_length", config.mars_draft_length, 1)
+    check_draft_ranges(config)
     for name in ("mars_lossless", "mars_adaptive_window"):
         if not isinstance(value := getattr(config, name), bool):
             raise ValueError(f"`{name}` must be True or False, got {value!r}.")
-
-
-def resolve_draft_length(config: GenerationConfig) -> int:
-    """Check what goes together with `mars_lossless`; the drafts of a step are one fewer than the window by default.
-
-    Raises:
-        ValueError: for a threshold, or a cache without cursors.
-    """
-    if config.mars_threshold is not None:
-        raise ValueError(
-            "`mars_lossless=True` accepts what the model itself confirms, and `mars_threshold` what it is sure of. "
-            "Unset one of them (also in `model.generation_config`)."
-        )
-    if config.mars_cache != "cursor":
-        raise ValueError(f"`mars_lossless=True` needs `mars_cache='cursor'`, got {config.mars_cache!r}.")
-    draft_length = config.mars_draft_length
-    if draft_length is None:
-        draft_length = max(config.mars_block_size - 1, 1)
-    return draft_length
 
 
 def refuse_without_effect(config: GenerationConfig, given: Collection[str]) -> None:
@@ -171,7 +155,7 @@ def refuse_without_effect(config: GenerationConfig, given: Collection[str]) -> N
     is_off = config.mars_threshold is None and not config.mars_lossless
     # Where these arguments do something, and what to set so that they do.
     effective = {
-        "mars_draft_length": (config.mars_lossless, "`mars_lossless=True`"),
+        **dict.fromkeys(DRAFT_ARGUMENTS, (config.mars_lossless, "`mars_lossless=True`")),
         "mars_block_size": (
             not config.mars_lossless or config.mars_draft_length is None,
             "no `mars_draft_length`, which says more",
@@ -188,16 +172,6 @@ def refuse_without_effect(config: GenerationConfig, given: Collection[str]) -> N
             has_effect, instead = False, "`mars_threshold`, or `mars_lossless=True`"
         if not has_effect:
             raise ValueError(f"`{name}={getattr(config, name)!r}` has no effect here. Leave it out, or set {instead}.")
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """Check an argument that counts something.
-
-    Raises:
-        ValueError: unless the value is an integer of at least `least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
 
 
 def check_threshold(threshold: Any, confidence: str, batch: int | None = None) -> float | Tensor:

@@ -6,6 +6,8 @@ tokens of a forward, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +32,23 @@ class Proposer:
         self.model, self.window = model, window
         self.num_forwards = 0
         self.width: int | None = None
-        # Tokens that the next candidates take for granted, where a proposer has such; only lossless steps do.
-        self.drafts = torch.empty(0, 0, dtype=torch.long)
 
     def waiting(self, state: DecodingState) -> list[bool]:
         """Which of the N rows sit this step out."""
         return [False] * len(state.host_rows)
+
+    @property
+    def reach(self) -> int:
+        """Most tokens that a row may accept in this step."""
+        return self.window
+
+    def place_behind(self, row: int, place: int, token: int) -> int | None:
+        """Where the next candidate of one of the N rows stands among its logits, if this one is `token`, or None."""
+        return place + 1
+
+    def confirmed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Which candidates are one text, where the candidates (N, T) form a tree: see `TreeBatch.confirmed`."""
+        raise NotImplementedError
 
     def propose(self, state: DecodingState) -> Tensor:
         """(N, B, V) raw logits in float32, behind each row's last token and behind each [MASK]."""
@@ -124,15 +137,18 @@ class CursorProposer(Proposer):
             offset = torch.arange(width, device=state.device) - width + masks + (state.length - start)[:, None]
             columns = start[:, None] + offset.clamp(min=0)
             self.cache.plan_write(columns.where(offset >= 0, visible), visible)
-        return self.forward_columns(state, columns, visible, masks + 1)
+        key_mask = state.key_mask[state.rows, :visible]
+        ids = state.tokens[state.rows[:, None], columns]
+        return self.forward_columns(state, ids, columns, masks + 1, partial(decode_mask, columns, key_mask))
 
-    def forward_columns(self, state: DecodingState, columns: Tensor, visible: int, keep: int) -> Tensor:
-        """Feed these columns (N, W) against the cache; the last `keep` logits."""
-        rows, key_mask = state.rows[:, None], state.key_mask[state.rows, :visible]
+    def forward_columns(
+        self, state: DecodingState, ids: Tensor, columns: Tensor, keep: int, make_mask: Callable[[int | None], Tensor]
+    ) -> Tensor:
+        """Feed these tokens (N, W), which stand at these columns (N, W), against the cache; the last `keep` logits."""
         return self.forward(
-            input_ids=state.tokens[rows, columns],
-            position_ids=state.positions[rows, columns],
-            attention_mask=self.mask_form.masks(lambda sliding: decode_mask(columns, key_mask, sliding)),
+            input_ids=ids,
+            position_ids=state.positions[state.rows[:, None], columns],
+            attention_mask=self.mask_form.masks(make_mask),
             cache=self.cache,
             use_cache=True,
             logits_to_keep=keep,
@@ -174,5 +190,6 @@ class BlockProposer(CursorProposer):
         end = self.frozen + self.cache_block
         columns = torch.arange(self.frozen, end, device=state.device).expand(len(state.host_rows), -1)
         self.cache.plan_write(columns, end, first=self.frozen)
-        self.forward_columns(state, columns, end, keep=1)
+        ids = state.tokens[state.rows[:, None], columns]
+        self.forward_columns(state, ids, columns, 1, partial(decode_mask, columns, state.key_mask[state.rows, :end]))
         self.frozen = end

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -41,8 +41,9 @@ class Run:
         return times * sum(map(len, self.tokens)) / sum(map(len, stock.tokens))
 
 
-# How to call `generate`: stock (None), at a threshold, or "lossless".
+# How to call `generate`: stock (None), at a threshold, "lossless", or the name of arguments that are given.
 Setting = float | str | None
+Arguments = Mapping[str, dict[str, Any]]
 
 # Checkpoints may come with sampling parameters, which greedy decoding would warn about.
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -56,8 +57,11 @@ def measure(
     batch_size: int,
     max_new_tokens: int,
     rounds: int = 1,
+    arguments: Arguments | None = None,
 ) -> dict[Setting, Run]:
     """Answer the questions, as chats padded on the left, with stock `generate` (key None) and with each setting.
+
+    `arguments` has those of `generate` for settings with a name of their own.
 
     The settings take turns batch by batch, and change places from round to round, so that whatever else the machine
     does meets them all alike. The clock runs in `generate` only.
@@ -65,17 +69,11 @@ def measure(
     settings: list[Setting] = [None, *mars_settings]
     runs = {setting: Run(seconds=[0.0] * rounds) for setting in settings}
     batches = [
-        tokenizer.apply_chat_template(
-            [[{"role": "user", "content": question}] for question in questions[i : i + batch_size]],
-            add_generation_prompt=True,
-            padding=True,
-            return_dict=True,
-            return_tensors="pt",
-        ).to(model.device)
+        as_batch(tokenizer, questions[i : i + batch_size]).to(model.device)
         for i in range(0, len(questions), batch_size)
     ]
     for setting in settings:  # the first call of each pays for what later ones find ready
-        answer(model, batches[0], setting, max_new_tokens)
+        answer(model, batches[0], setting, max_new_tokens, arguments)
     jobs = [
         (number, batch, settings[(number + turn) % len(settings)])
         for number in range(rounds)
@@ -83,7 +81,7 @@ def measure(
         for turn in range(len(settings))
     ]
     for number, batch, setting in track(jobs, f"{len(questions)} problems, batch size {batch_size}"):
-        tokens, forwards, seconds = answer(model, batch, setting, max_new_tokens)
+        tokens, forwards, seconds = answer(model, batch, setting, max_new_tokens, arguments)
         runs[setting].seconds[number] += seconds
         if number == 0:
             runs[setting].tokens += tokens
@@ -91,21 +89,42 @@ def measure(
     return runs
 
 
+def as_batch(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> BatchEncoding:
+    """The questions as chats, padded on the left."""
+    return tokenizer.apply_chat_template(
+        [[{"role": "user", "content": question}] for question in questions],
+        add_generation_prompt=True,
+        padding=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+
+
 def answer(
-    model: PreTrainedModel, batch: BatchEncoding, setting: Setting, max_new_tokens: int
+    model: PreTrainedModel,
+    batch: BatchEncoding,
+    setting: Setting,
+    max_new_tokens: int,
+    arguments: Arguments | None = None,
 ) -> tuple[list[list[int]], list[int], float]:
     """Generate greedily: new tokens and forward passes of each row, and the seconds it took."""
     mars: dict[str, Any] = {"mars_lossless": True} if setting == "lossless" else {"mars_threshold": setting}
+    if isinstance(setting, str) and arguments is not None and setting in arguments:
+        mars = arguments[setting]
+    calls: list[None] = []
+    counter = model.register_forward_hook(lambda *_: calls.append(None))
     started = time.perf_counter()
     output = model.generate(**batch, **mars, **GREEDY, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
     sequences = output.sequences.tolist()  # waits for the accelerator, if there is one
     seconds = time.perf_counter() - started
+    counter.remove()
     stops = model.generation_config.eos_token_id
     stops = set(stops if isinstance(stops, list) else [stops])
     tokens = [until_stop(row[batch["input_ids"].shape[1] :], stops) for row in sequences]
-    if setting is None:
-        return tokens, [len(row) for row in tokens], seconds
-    return tokens, (output.accepted_lengths > 0).sum(-1).tolist(), seconds
+    if hasattr(output, "accepted_lengths"):
+        return tokens, (output.accepted_lengths > 0).sum(-1).tolist(), seconds
+    # Stock `generate` has one token a forward; its assisted decoding has more, and one row.
+    return tokens, [len(calls)] if len(tokens) == 1 else [len(row) for row in tokens], seconds
 
 
 def until_stop(tokens: list[int], stops: set[int]) -> list[int]:

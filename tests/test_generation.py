@@ -44,7 +44,7 @@ REFUSALS = {
     "beams": ({"num_beams": 2}, "`num_beams > 1` cannot be combined"),
     "beam sample": ({"num_beams": 2, "do_sample": True}, "`num_beams > 1` cannot be combined"),
     "assistant": ({"assistant_model": tiny_model()}, "Assisted generation .* cannot"),
-    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "Assisted generation .* cannot"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "Set `mars_lossless=True` instead of"),
     "custom generate": ({"custom_generate": lambda model, **kwargs: None}, "both replace the decoding loop"),
     "hidden": ({"output_hidden_states": True, "return_dict_in_generate": True}, "`output_hidden_states` is not supp"),
     "guidance": ({"guidance_scale": 1.5}, "`guidance_scale` is not supported"),

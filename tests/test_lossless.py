@@ -8,9 +8,6 @@ from decoding_models import EOS, FAMILIES, MASK, PAD, left_pad, random_prompts, 
 from test_features import TailMatch
 from transformers import StoppingCriteriaList
 
-from mars_hf.drafting import DraftTree
-from mars_hf.masks import tree_mask
-
 MAX_NEW = 24
 
 
@@ -82,36 +79,6 @@ def test_drafts_are_confirmed(family):
     model = agreeing_model(family)
     output = lossless(model, left_pad(random_prompts([5, 11, 3, 8])), eos_token_id=None)
     assert output.tokens_per_forward.mean() > 1.25
-
-
-def test_draft_tree_against_its_definition():
-    draft_length, cursors, columns = 3, torch.tensor([4, 6]), 22
-    tree = DraftTree(draft_length, torch.device("cpu"))
-    # What each token of the forward is: ("chain", i) or ("mask", group, j).
-    tokens = [("chain", i) for i in range(4)] + [("mask", g, j) for g in range(4) for j in range(1, 4)]
-    depth = [token[1] if token[0] == "chain" else token[1] + token[2] for token in tokens]
-    assert tree.depth.tolist() == depth
-    key_mask = torch.ones(2, columns, dtype=torch.bool)
-    key_mask[1, :2] = False
-    for window in (None, 2, 5):
-        mask = tree_mask(cursors, key_mask, tree.sees, tree.depth, window)
-        for row, cursor in enumerate(cursors.tolist()):
-            for q, query in enumerate(tokens):
-                for slot in range(columns):
-                    key = tokens[slot - cursor] if cursor <= slot < cursor + len(tokens) else None
-                    if slot < cursor:
-                        allowed, distance = bool(key_mask[row, slot]), cursor + depth[q] - slot
-                    elif key is None:
-                        allowed, distance = False, 0
-                    else:
-                        distance = depth[q] - depth[slot - cursor]
-                        if key[0] == "chain":
-                            allowed = key[1] <= query[1]
-                        else:
-                            allowed = query[0] == "mask" and query[1] == key[1] and key[2] <= query[2]
-                    if window is not None:
-                        allowed = allowed and distance < window
-                    assert mask[row, 0, q, slot] == allowed, (row, query, slot)
 
 
 @pytest.mark.parametrize(

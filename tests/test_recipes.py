@@ -70,6 +70,27 @@ def test_evaluate_gsm8k(quickstart: tuple[Path, str], problems: Path, tmp_path: 
     assert "| 2 | 0.9 |" in result.stdout
 
 
+def test_lossless(quickstart: tuple[Path, str], problems: Path, tmp_path: Path):
+    folder, _ = quickstart
+    args = ("--limit", "2", "--batch_size", "1", "2", "--mars_threshold", "0.9", "--max_new_tokens", "12")
+    sources = ("--mars_draft_length", "3", "--mars_tree_budget", "8", "auto", "--mars_draft_choices", "1", "2")
+    result = run(
+        "lossless.py", folder, "--data", problems, *args, *sources, "--dtype", "float32", "--output_dir", tmp_path
+    )
+    rows = json.loads((tmp_path / "results.json").read_text())
+    by_setting = {(row["batch_size"], row["setting"]): row for row in rows}
+    assert (1, "prompt lookup") in by_setting
+    assert (2, "prompt lookup") not in by_setting
+    for size in (1, 2):
+        for setting in ("lossless, 3 drafts", "lossless, 3 drafts and lookup, budget 8, 2 choices"):
+            assert by_setting[size, setting]["same_text"] == 1.0
+            assert by_setting[size, setting]["differences"] == []
+            assert by_setting[size, setting]["tokens_per_forward"] > 1.0
+    assert by_setting[1, "lossless, 3 drafts"]["against_prompt_lookup"] > 0
+    assert "| 2 | 0.9 |" in result.stdout
+    assert (tmp_path / "lossless.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_benchmark_decoding(quickstart: tuple[Path, str], problems: Path, tmp_path: Path):
     args = ("--data", problems, "--limit", "2", "--batch_sizes", "1", "2", "--max_new_tokens", "12", "--rounds", "1")
     args = (*args, "--dtype", "float32", "--threshold", "0.05")

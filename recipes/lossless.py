@@ -1,0 +1,202 @@
+"""Lossless decoding against stock `generate` and stock prompt lookup, and against the curve of the threshold.
+
+    python recipes/lossless.py path/or/repo --data gsm8k/test.jsonl --limit 100 --batch_size 1 8
+
+All settings take turns in one process. Prints a Markdown table and writes it to `--output_dir`, with the figures as
+JSON and a plot of quality against speed. Any file of JSON lines with a `question` will do; where each has an `answer`
+that ends in `#### number`, right answers are counted too. For every text that is not that of stock `generate`, table
+and JSON say how far apart the two likeliest tokens were in stock's own logits where the texts part.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+import torch
+from _measure import GREEDY, FinalAnswer, Run, Setting, as_batch, measure
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from mars_hf import AutoMarsModelForCausalLM, get_mars_model
+
+STOCK_LOOKUP = "prompt lookup"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a checkpoint: a folder or a name on the Hub")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="JSON lines with `question`, and `answer` if there is"
+    )
+    parser.add_argument("--limit", type=int, default=100, help="prompts, from the first (default: 100)")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8], help="(default: 1 8)")
+    parser.add_argument("--mars_draft_length", type=int, nargs="+", default=[3, 4], help="(default: 3 4)")
+    parser.add_argument("--prompt_lookup_num_tokens", type=int, default=10, help="(default: 10)")
+    parser.add_argument("--max_matching_ngram_size", type=int, default=2, help="(default: 2)")
+    parser.add_argument(
+        "--mars_tree_budget", nargs="*", default=["16"], help="numbers or auto, for both sources (default: 16)"
+    )
+    parser.add_argument("--mars_draft_choices", type=int, nargs="+", default=[1], help="for the budgets (default: 1)")
+    parser.add_argument("--mars_threshold", type=float, nargs="*", default=[0.95, 0.9, 0.8, 0.7])
+    parser.add_argument("--max_new_tokens", type=int, default=160, help="(default: 160)")
+    parser.add_argument("--rounds", type=int, default=1, help="passes over the prompts for the clock (default: 1)")
+    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
+    parser.add_argument("--output_dir", type=Path, default=Path("mars-lossless"), help="(default: mars-lossless)")
+    return parser.parse_args()
+
+
+def make_settings(args: argparse.Namespace, batch_size: int) -> dict[str, dict[str, Any]]:
+    """The arguments of `generate` of every setting but stock and the thresholds, by what the table calls it."""
+    lookup = {
+        "prompt_lookup_num_tokens": args.prompt_lookup_num_tokens,
+        "max_matching_ngram_size": args.max_matching_ngram_size,
+    }
+    settings: dict[str, dict[str, Any]] = {}
+    if batch_size == 1:
+        settings[STOCK_LOOKUP] = lookup
+    for length in args.mars_draft_length:
+        lossless = {"mars_lossless": True, "mars_draft_length": length}
+        both = lossless | lookup
+        settings[f"lossless, {length} drafts"] = lossless
+        settings[f"lossless, {length} drafts and lookup"] = both
+        for budget in args.mars_tree_budget:
+            for choices in args.mars_draft_choices:
+                name = f"lossless, {length} drafts and lookup, budget {budget}"
+                bounded = both | {"mars_tree_budget": budget if budget == "auto" else int(budget)}
+                if choices > 1:
+                    name += f", {choices} choices"
+                    bounded["mars_draft_choices"] = choices
+                settings[name] = bounded
+    return settings
+
+
+def evaluate_batch_size(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[dict],
+    batch_size: int,
+    args: argparse.Namespace,
+) -> list[dict]:
+    """One row for stock `generate`, and one for each setting."""
+    questions = [problem["question"] for problem in problems]
+    named = make_settings(args, batch_size)
+    settings: list[Setting] = [*named, *args.mars_threshold]
+    runs = measure(model, tokenizer, questions, settings, batch_size, args.max_new_tokens, args.rounds, named)
+    rows = []
+    for setting, run in runs.items():
+        row: dict[str, Any] = {
+            "batch_size": batch_size,
+            "setting": "stock" if setting is None else setting,
+            "tokens_per_forward": run.tokens_per_forward,
+            "tokens_per_second": run.tokens_per_second,
+            "against_stock": run.speedup(runs[None]),
+            "against_prompt_lookup": run.speedup(runs[STOCK_LOOKUP]) if STOCK_LOOKUP in runs else None,
+            "same_text": sum(map(list.__eq__, run.tokens, runs[None].tokens)) / len(questions),
+        }
+        if all("answer" in problem for problem in problems):
+            replies = tokenizer.batch_decode(run.tokens, skip_special_tokens=True)
+            row.update(FinalAnswer().compute(predictions=replies, references=[p["answer"] for p in problems]))
+        if isinstance(setting, str):
+            row["differences"] = find_differences(model, tokenizer, questions, runs[None], run, batch_size)
+        rows.append(row)
+    return rows
+
+
+def find_differences(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: list[str],
+    stock: Run,
+    run: Run,
+    batch_size: int,
+) -> list[dict[str, Any]]:
+    """Where texts part from stock's: the prompt, the new token, and the gap between the two best of stock's logits.
+
+    `spacing` is the distance between neighbouring numbers of the model's format, as large as the best logit is.
+    """
+    differences = []
+    for prompt, (theirs, ours) in enumerate(zip(stock.tokens, run.tokens, strict=True)):
+        if theirs == ours:
+            continue
+        place = next(i for i in range(len(theirs)) if theirs[: i + 1] != ours[: i + 1])
+        first = prompt - prompt % batch_size
+        batch = as_batch(tokenizer, questions[first : first + batch_size]).to(model.device)
+        output = model.generate(
+            **batch, **GREEDY, max_new_tokens=place + 1, return_dict_in_generate=True, output_logits=True
+        )
+        best, second = output.logits[place][prompt - first].float().topk(2).values.tolist()
+        spacing = torch.finfo(model.dtype).eps * 2 ** math.floor(math.log2(max(abs(best), 1e-30)))
+        differences.append({"prompt": prompt, "token": place, "gap": best - second, "spacing": spacing})
+    return differences
+
+
+def to_markdown(rows: list[dict]) -> str:
+    lines = [
+        "| batch size | setting | tokens per forward | tokens/s | against stock | against prompt lookup | same text "
+        "| widest gap where texts part |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        lookup = "" if row["against_prompt_lookup"] is None else f"{row['against_prompt_lookup']:.2f}"
+        gap = max((d["gap"] for d in row.get("differences", [])), default=None)
+        lines.append(
+            f"| {row['batch_size']} | {row['setting']} | {row['tokens_per_forward']:.2f} "
+            f"| {row['tokens_per_second']:.1f} | {row['against_stock']:.2f} | {lookup} | {row['same_text']:.0%} "
+            f"| {'' if gap is None else f'{gap:.4f}'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, rows: list[dict]) -> None:
+    """Quality against speed for each batch size: the curve of the threshold, and the points of lossless decoding."""
+    qualities = {"same_text": "share of texts that are stock's"}
+    if "accuracy" in rows[0]:
+        qualities = {"accuracy": "share of right answers"} | qualities
+    sizes = sorted({row["batch_size"] for row in rows})
+    shape = (len(sizes), len(qualities))
+    figure, grid = plt.subplots(*shape, figsize=(5.5 * shape[1], 4 * shape[0]), layout="constrained", squeeze=False)
+    for size, line in zip(sizes, grid, strict=True):
+        of_size = [row for row in rows if row["batch_size"] == size]
+        curve = [row for row in of_size if isinstance(row["setting"], float) or row["setting"] == "stock"]
+        points = [row for row in of_size if row not in curve]
+        for (key, label), axes in zip(qualities.items(), line, strict=True):
+            speeds = [row["against_stock"] for row in curve]
+            axes.plot(speeds, [row[key] for row in curve], marker="o", color="black", label="mars_threshold")
+            for row in curve:
+                axes.annotate(str(row["setting"]), (row["against_stock"], row[key]), fontsize=7)
+            for row in points:
+                marker = "^" if row["setting"] == STOCK_LOOKUP else "s"
+                axes.plot(row["against_stock"], row[key], marker=marker, linestyle="", label=row["setting"])
+            axes.set(xlabel="tokens/s, multiple of stock generate", ylabel=label, title=f"batch {size}")
+            axes.grid(alpha=0.3)
+        line[-1].legend(fontsize=7, loc="best")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    args = parse_args()
+    matplotlib.use("Agg")
+    problems = [json.loads(line) for line in args.data.read_text().splitlines()[: args.limit]]
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    model = AutoMarsModelForCausalLM.from_pretrained(
+        args.model, dtype=args.dtype, device_map="cuda" if torch.cuda.is_available() else None
+    )
+    # A LoRA adapter does not record its [MASK], but its tokenizer has it.
+    get_mars_model(model, mask_token_id=tokenizer.mask_token_id)
+    rows = []
+    for batch_size in args.batch_size:
+        rows += evaluate_batch_size(model, tokenizer, problems, batch_size, args)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    table = to_markdown(rows)
+    (args.output_dir / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (args.output_dir / "results.md").write_text(table)
+    draw(args.output_dir / "lossless.png", rows)
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -174,6 +174,15 @@ def test_store_survives_a_half_written_file(tmp_path: Path):
     assert Store(tmp_path / "results.jsonl")["b"]["value"] == 2
 
 
+def test_store_never_writes_over_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write, names = Path.write_text, []
+    monkeypatch.setattr(Path, "write_text", lambda path, text: names.append(path.name) or write(path, text))
+    store = Store(tmp_path / "results.jsonl")
+    store.add("a", value=1)
+    store.add("b", value=2)
+    assert names == ["results.jsonl.part"] * 2
+
+
 def test_fingerprint_changes_with_training_only():
     tiny = SCALES["tiny"]
     name = fingerprint("mars-b4", tiny, 0)

@@ -7,13 +7,11 @@ block size.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from trl import pack_dataset
-from trl.data_utils import DatasetType
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
@@ -134,26 +132,6 @@ def _clean_row(parts: list[tuple[Tensor, Tensor, list[int]]]) -> dict[str, Tenso
         "document_ids": torch.arange(len(documents)).repeat_interleave(torch.tensor(documents)),
         "is_real": torch.ones_like(input_ids, dtype=torch.bool),
     }
-
-
-def wrap_documents(dataset: DatasetType, length: int) -> DatasetType:
-    """Cut the concatenated examples of a dataset into rows of one length, as packing of TRL's does by "wrapped".
-
-    The rows have `seq_lengths` as well, so that the documents of a row can be told apart: a document that is cut goes
-    on in the next row as another.
-
-    Args:
-        dataset: in memory or streaming, with columns that hold one list per token sequence, `input_ids` among them.
-        length: the length of the rows; the last of a batch of examples may be shorter.
-    """
-    dataset = dataset.map(lambda example: {"positions": list(range(len(example["input_ids"])))})
-    dataset = pack_dataset(dataset, length, "wrapped")
-
-    def count(example: dict[str, Any]) -> dict[str, Any]:
-        starts = [i for i, position in enumerate(example["positions"]) if i == 0 or position == 0]
-        return {"seq_lengths": [end - start for start, end in pairwise([*starts, len(example["positions"])])]}
-
-    return dataset.map(count, remove_columns=["positions"])
 
 
 def _as_ids(ids: Any) -> Tensor:

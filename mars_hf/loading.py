@@ -1,11 +1,11 @@
-"""Load the model of a path for training, before PEFT wraps it."""
+"""Load the model of a path for training, before PEFT wraps it, and the tokenizer that belongs to a model."""
 
 from __future__ import annotations
 
-from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
-from trl.trainer.utils import create_model_from_path
+from transformers import AutoConfig, AutoProcessor, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl.trainer.utils import create_model_from_path, get_config_model_id
 
-from .refusals import refuse_config
+from .refusals import refuse_config, refuse_processor
 from .sft_config import MarsSFTConfig
 
 
@@ -34,3 +34,16 @@ def load_model(path: str, args: MarsSFTConfig, quantization_config: BitsAndBytes
     config._attn_implementation = kwargs.get("attn_implementation") or "sdpa"
     refuse_config(config, args.device)
     return create_model_from_path(path, **kwargs)
+
+
+def load_tokenizer(model: PreTrainedModel, args: MarsSFTConfig, revision: str | None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model by the rules of `SFTTrainer`.
+
+    Raises:
+        ValueError: if the model comes with the processor of a vision-language model.
+    """
+    processor = AutoProcessor.from_pretrained(
+        get_config_model_id(model.config), revision=revision, trust_remote_code=args.trust_remote_code
+    )
+    refuse_processor(processor)
+    return processor

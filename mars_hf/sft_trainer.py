@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,7 +10,6 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor
 from transformers import (
-    AutoProcessor,
     BitsAndBytesConfig,
     DataCollator,
     EvalPrediction,
@@ -22,17 +20,18 @@ from transformers import (
     set_seed,
 )
 from trl import SFTTrainer
-from trl.trainer.utils import get_config_model_id, global_then_local_main_first
+from trl.trainer.utils import get_config_model_id
 
-from .collator import DataCollatorForMars, wrap_documents
+from .collator import DataCollatorForMars
 from .end_of_turn import record_end_of_turn
 from .fused_head import make_head_readable, score_targets
 from .hub import write_trainer_card
-from .loading import load_model
+from .loading import load_model, load_tokenizer
 from .losses import mars_loss
 from .mask_token import add_mask_token, find_mask_token, train_mask_row
 from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
 from .modeling import get_mars_model
+from .packing import pack_wrapped
 from .refusals import refuse_arguments, refuse_model, refuse_parallelism, refuse_processor
 from .sft_config import MarsSFTConfig, as_mars_config, block_size_at
 from .stream_log import log_clean_stream, log_streams
@@ -128,19 +127,9 @@ class MarsSFTTrainer(SFTTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if not (self._has_masked_stream and packing and args.packing_strategy == "wrapped"):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        # TRL wraps without a record of where documents start, so that they see each other.
-        if args.max_length is None:
-            raise ValueError("Packing needs the length to pack to. Set `max_length`.")
-        whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
-        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
-        dataset = dataset.select_columns(["input_ids", "labels"])
-        # As in `SFTTrainer`: before packing, so that neighbours are not related, and after.
-        if args.shuffle_dataset:
-            dataset = dataset.shuffle(seed=args.seed)
-        with global_then_local_main_first():
-            dataset = wrap_documents(dataset, args.max_length)
-        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+        rest = (formatting_func, dataset_name)
+        prepare = super()._prepare_dataset
+        return pack_wrapped(dataset, args, lambda data, whole: prepare(data, processing_class, whole, False, *rest))
 
     def _prepare_mask_token(
         self,
@@ -157,10 +146,7 @@ class MarsSFTTrainer(SFTTrainer):
         """
         refuse_model(_base_model(model), args.device)
         if processing_class is None:
-            processing_class = AutoProcessor.from_pretrained(
-                get_config_model_id(model.config), revision=revision, trust_remote_code=args.trust_remote_code
-            )
-            refuse_processor(processing_class)
+            processing_class = load_tokenizer(model, args, revision)
         mask_token = find_mask_token(processing_class, args.mars_mask_token)
         peft_config = train_mask_row(model, peft_config, mask_token)
         # An adapter is loaded on the base model, which PEFT grows to just the tokenizer's length.

@@ -1,4 +1,4 @@
-"""Draw the loss curve of a training run from the `trainer_state.json` that it saved.
+"""Draw the curves of a training run from the `trainer_state.json` that it saved.
 
 python recipes/plot_training.py path/to/output_dir --output training.png
 """
@@ -22,7 +22,8 @@ def draw(axes: Axes, log: list[dict], curves: dict[str, str]) -> None:
             axes.plot(*zip(*points, strict=True), label=label)
     axes.set_xlabel("optimizer step")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
 
 
 def main() -> None:
@@ -33,12 +34,16 @@ def main() -> None:
     state = args.run / "trainer_state.json" if args.run.is_dir() else args.run
     log = json.loads(state.read_text())["log_history"]
 
-    figure, (losses, speed) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (losses, depths, speed) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     draw(losses, log, {"ar_loss": "clean stream (AR)", "mask_loss": "masked stream"})
     losses.set(ylabel="loss per target (nats)", ylim=(0, None), title="Loss")
+    names = {name for entry in log for name in entry if name.startswith("mask_accuracy/depth_")}
+    by_depth = sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+    draw(depths, log, {name: f"[MASK] {name.rpartition('_')[2]} of a block" for name in by_depth})
+    depths.set(ylabel="share of targets ranked first", ylim=(0, None), title="Masked stream by depth")
     draw(speed, log, {"tokens_per_forward@0.95": "threshold 0.95, teacher-forced"})
     speed.set(ylabel="tokens per forward pass", ylim=(1, None), title="What decoding will give")
-    figure.savefig(args.output, dpi=150)
+    figure.savefig(args.output, dpi=100)
     print(f"Saved {args.output}.")
 
 

@@ -10,8 +10,9 @@ from conftest import make_model
 from datasets import Dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from mars_hf.collator import DataCollatorForMars, wrap_documents
+from mars_hf.collator import DataCollatorForMars
 from mars_hf.masks import CLEAN, MASKED, PADDING, dense_mask
+from mars_hf.packing import wrap_documents
 from mars_hf.streams import batch_layout, predicts_own_block
 
 PAD, MASK = 0, 99

@@ -1,0 +1,59 @@
+"""Rows of one length that hold several documents, with a record of where each starts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from trl import SFTConfig, pack_dataset
+from trl.data_utils import DatasetType
+from trl.trainer.utils import global_then_local_main_first
+
+
+def pack_wrapped(
+    dataset: DatasetType, args: SFTConfig, prepare: Callable[[DatasetType, SFTConfig], DatasetType]
+) -> DatasetType:
+    """Prepare and pack a dataset as TRL does by "wrapped", so that its documents can be told apart.
+
+    TRL wraps without a record of where documents start, and they see each other.
+
+    Args:
+        args: the arguments of the training.
+        prepare: `SFTTrainer`'s preparation of the dataset by the arguments given to it, without packing.
+
+    Raises:
+        ValueError: without `max_length`.
+    """
+    if args.max_length is None:
+        raise ValueError("Packing needs the length to pack to. Set `max_length`.")
+    whole = copy.copy(args)
+    whole.max_length, whole.shuffle_dataset = None, False
+    dataset = prepare(dataset, whole).select_columns(["input_ids", "labels"])
+    # As in `SFTTrainer`: before packing, so that neighbours are not related, and after.
+    if args.shuffle_dataset:
+        dataset = dataset.shuffle(seed=args.seed)
+    with global_then_local_main_first():
+        dataset = wrap_documents(dataset, args.max_length)
+    return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+
+
+def wrap_documents(dataset: DatasetType, length: int) -> DatasetType:
+    """Cut the concatenated examples of a dataset into rows of one length, as packing of TRL's does by "wrapped".
+
+    The rows have `seq_lengths` as well, so that the documents of a row can be told apart: a document that is cut goes
+    on in the next row as another.
+
+    Args:
+        dataset: in memory or streaming, with columns that hold one list per token sequence, `input_ids` among them.
+        length: the length of the rows; the last of a batch of examples may be shorter.
+    """
+    dataset = dataset.map(lambda example: {"positions": list(range(len(example["input_ids"])))})
+    dataset = pack_dataset(dataset, length, "wrapped")
+
+    def count(example: dict[str, Any]) -> dict[str, Any]:
+        starts = [i for i, position in enumerate(example["positions"]) if i == 0 or position == 0]
+        return {"seq_lengths": [end - start for start, end in pairwise([*starts, len(example["positions"])])]}
+
+    return dataset.map(count, remove_columns=["positions"])

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .class_swap import swap_class
 from .generation import MarsGenerationMixin
 from .hub import MarsCheckpointMixin
-from .pretrained import known_kwargs, recorded_entries
+from .pretrained import load_checkpoint, recorded_entries
 
 
 def get_mars_model(model: Any, mask_token_id: int | None = None, block_size: int | None = None) -> Any:
@@ -86,15 +86,15 @@ class AutoMarsModelForCausalLM:
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint as `AutoModelForCausalLM.from_pretrained` does, with all its arguments.
 
-        Weights are read from safetensors only. Checkpoints of the paper's authors (`model_type` `a2d-qwen2` and the
+        An adapter loads with its base, which gets the embedding rows that training added. Weights are read from
+        safetensors only. Checkpoints of the paper's authors (`model_type` `a2d-qwen2` and the
         like) load as the stock model that they are.
 
         Raises:
             ValueError: for `use_safetensors=False`; otherwise what `AutoModelForCausalLM` raises.
         """
         path = pretrained_model_name_or_path
-        kwargs = known_kwargs(path, kwargs)
-        model = get_mars_model(AutoModelForCausalLM.from_pretrained(path, *args, **kwargs))
+        model = get_mars_model(load_checkpoint(path, *args, **kwargs))
         for name, value in recorded_entries(model, path, kwargs).items():
             setattr(model.generation_config, name, value)
             model.generation_config._from_model_config = False

@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import has_file
+from transformers.utils import cached_file, has_file
 
 # The paper's code trains stock architectures under these names: `a2d-qwen2`, `a2d-qwen3`, `a2d-llama`.
 AUTHORS_PREFIX = "a2d-"
 AUTHORS_MASK_TOKEN = "<|mask|>"
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+# Where PEFT saves the embedding of a base that got new rows, such as that of [MASK].
+GROWN_EMBEDDING = "token_adapter.base_layer.weight"
+
+
+def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """Load what `AutoModelForCausalLM.from_pretrained` loads, and adapters whose base has fewer embedding rows."""
+    kwargs = known_kwargs(path, kwargs)
+    rows = _adapter_rows(path, kwargs)
+    if rows is None:
+        return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs)
+    hub = {name: kwargs.pop(name) for name in ("revision", "subfolder") if name in kwargs}
+    base = _read_json(path, "adapter_config.json", kwargs | hub)["base_model_name_or_path"]
+    # transformers would load the adapter into a base without the rows that training added.
+    if AutoConfig.from_pretrained(base, **_hub_kwargs(kwargs)).get_text_config().vocab_size >= rows:
+        return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs, **hub)
+    model = AutoModelForCausalLM.from_pretrained(base, *args, **kwargs)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    model.load_adapter(str(path), adapter_kwargs={**_hub_kwargs(kwargs), **hub})
+    return model
+
+
+def _adapter_rows(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> int | None:
+    """Embedding rows that an adapter was trained with, where it says so; None for all else."""
+    if kwargs.get("gguf_file") is not None or not _has_file(path, "adapter_config.json", kwargs):
+        return None
+    with safe_open(cached_file(path, "adapter_model.safetensors", **_hub_kwargs(kwargs)), "pt") as weights:
+        grown = [weights.get_slice(name).get_shape()[0] for name in weights.keys() if name.endswith(GROWN_EMBEDDING)]  # noqa: SIM118
+    return max(grown, default=None)
+
+
+def _read_json(path: str | os.PathLike[str], name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    with open(cached_file(path, name, **_hub_kwargs(kwargs))) as file:
+        return json.load(file)
 
 
 def known_kwargs(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -74,11 +74,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Saved(folder, train(MODELS[request.param], folder))
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+# Bases with a spare embedding row for [MASK], and without one.
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def adapter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     peft = pytest.importorskip("peft")
     base = tmp_path_factory.mktemp("adapters") / "base"
-    MODELS["qwen2"]().save_pretrained(base)
+    MODELS[request.param]().save_pretrained(base)
     folder = base.parent / "adapter"
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     return Saved(folder, train(lambda: AutoModelForCausalLM.from_pretrained(base), folder, peft_config=config))

@@ -10,7 +10,8 @@ def swap_class(model: Any, *mixins: type) -> None:
     """Put mixins in front of the class of a model, those that it does not have yet."""
     missing = tuple(mixin for mixin in mixins if not isinstance(model, mixin))
     if missing:
-        model.__class__ = _combined_class(missing, type(model))
+        stock: type = type(model)
+        model.__class__ = _combined_class(missing, stock)
 
 
 @cache

@@ -143,7 +143,9 @@ def check_ranges(config: GenerationConfig) -> None:
 
 
 def refuse_without_effect(config: GenerationConfig, given: Collection[str]) -> None:
-    """Refuse arguments of the call that would change nothing; what a generation config records may lie idle.
+    """Refuse arguments of the call that would change nothing.
+
+    What a generation config records may lie idle, and so may an argument at its default, which asks for nothing.
 
     Args:
         config: the settings, from wherever they come.
@@ -165,7 +167,7 @@ def refuse_without_effect(config: GenerationConfig, given: Collection[str]) -> N
         "mars_cache_block_size": (config.mars_cache == "block", "`mars_cache='block'`"),
     }
     for name in given:
-        if getattr(config, name) is False or name in ("mars_threshold", "mars_lossless"):
+        if name in ("mars_threshold", "mars_lossless") or getattr(config, name) == DEFAULTS[name]:
             continue
         has_effect, instead = effective.get(name, (True, ""))
         if is_off:
@@ -186,6 +188,8 @@ def check_threshold(threshold: Any, confidence: str, batch: int | None = None) -
         ValueError: for thresholds outside (0, 1] (entropy: negative or infinite), NaN, or a wrong number of them.
     """
     try:
+        if isinstance(threshold, bool):
+            raise TypeError("True is no number of its own")
         values = torch.as_tensor(threshold, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(

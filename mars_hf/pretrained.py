@@ -34,7 +34,8 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
         return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs, **hub)
     model = AutoModelForCausalLM.from_pretrained(base, *args, **kwargs)
     model.resize_token_embeddings(rows, mean_resizing=False)
-    model.load_adapter(str(path), adapter_kwargs={**_hub_kwargs(kwargs), **hub})
+    origin: dict[str, Any] = _hub_kwargs(kwargs) | hub
+    model.load_adapter(str(path), adapter_kwargs=origin)
     return model
 
 

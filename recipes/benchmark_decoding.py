@@ -86,7 +86,8 @@ class Stopwatch:
 
     def reset(self) -> None:
         self.widths: list[int] = []
-        self.forwards, self.first_end = 0.0, None
+        self.forwards = 0.0
+        self.first_end: float | None = None
 
     def _begin(self, _: Any, args: Any, kwargs: Any) -> None:
         if self.first_end is not None:
@@ -179,6 +180,7 @@ def measure(
         begin = time.perf_counter()
         sequences = model.generate(**batch, **GREEDY, **settings[name], max_new_tokens=new_tokens).tolist()
         end = time.perf_counter()
+        assert watch.first_end is not None
         tokens = [len(until_stop(row[batch["input_ids"].shape[1] :], stops)) - 1 for row in sequences]
         if number >= 0:
             runs[name].add(

@@ -2,6 +2,7 @@
 
 python recipes/generate.py mars-quickstart "Tom has 37 apples. Tom buys 25 more. How many apples does Tom have now?"
 python recipes/generate.py path/or/repo --file prompts.txt --mars_threshold 0.8
+python recipes/generate.py path/or/repo "Write a haiku." --mars_lossless --temperature 0.7
 echo "Write a haiku." | python recipes/generate.py path/or/repo --mars_threshold 1.0
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
-from mars_hf import AutoMarsModelForCausalLM, get_mars_model
+from mars_hf import AutoMarsModelForCausalLM
 
 
 def parse_args() -> argparse.Namespace:
@@ -21,7 +22,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("model", help="a checkpoint: a folder or a name on the Hub")
     parser.add_argument("prompts", nargs="*", help="prompts; without them they are read from --file or stdin")
     parser.add_argument("--file", type=Path, help="a file with one prompt a line")
-    parser.add_argument("--mars_threshold", type=float, default=0.9, help="in (0, 1]; lower is faster (default: 0.9)")
+    parser.add_argument("--mars_threshold", type=float, help="in (0, 1]; lower is faster (default: 0.9)")
+    parser.add_argument("--mars_lossless", action="store_true", help="the tokens of plain decoding, in fewer passes")
+    parser.add_argument("--temperature", type=float, help="sample at this temperature (default: greedy)")
     parser.add_argument("--mars_block_size", type=int, help="tokens per step at most (default: as trained)")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="(default: 256)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: that of the checkpoint)")
@@ -57,17 +60,17 @@ def main() -> None:
     model = AutoMarsModelForCausalLM.from_pretrained(
         args.model, dtype=args.dtype, device_map="cuda" if torch.cuda.is_available() else None
     )
-    # A LoRA adapter does not record its [MASK], but its tokenizer has it.
-    get_mars_model(model, mask_token_id=tokenizer.mask_token_id)
     inputs = encode(tokenizer, prompts, args.raw).to(model.device)
     one = len(prompts) == 1
     started = time.perf_counter()
     output = model.generate(
         **inputs,
-        mars_threshold=args.mars_threshold,
+        mars_threshold=0.9 if args.mars_threshold is None and not args.mars_lossless else args.mars_threshold,
+        mars_lossless=args.mars_lossless,
         mars_block_size=args.mars_block_size,
         max_new_tokens=args.max_new_tokens,
-        do_sample=False,
+        do_sample=args.temperature is not None,
+        temperature=args.temperature,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if one else None,
         return_dict_in_generate=True,
     )

@@ -155,11 +155,12 @@ def draw(path: Path, ar_score: Score, scores: Scores, single: Runs, batched: Run
         right.plot(THRESHOLDS, speeds, marker="s", label=f"tokens/s, {name}")
     right.axhline(1, color="grey", linestyle="--", label="stock generate")
     right.set(title="What it gains", ylabel="multiple of stock generate", ylim=(0, None))
-    for axes, free_corner in ((left, "lower left"), (right, "lower right")):
+    for axes in (left, right):
         axes.set(xlabel="mars_threshold (1.0 is plain AR)", xticks=THRESHOLDS)
         axes.invert_xaxis()
         axes.grid(alpha=0.3)
-        axes.legend(loc=free_corner)
+        # Below the axes, where no bar can be covered.
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     figure.savefig(path, dpi=150)
 
 

@@ -17,6 +17,8 @@ from transformers import (
     WatermarkingConfig,
 )
 
+from mars_hf.options import DEFAULTS
+
 WIDTH = 9
 SAMPLE = {"do_sample": True, "top_k": 0}
 # What must give the tokens of stock `generate` where only first candidates are accepted.
@@ -175,8 +177,8 @@ WITHOUT_EFFECT = {
     "confidence": ({**LOSSLESS, "mars_confidence": "margin"}, "`mars_confidence='margin'` .* set `mars_threshold`"),
     "lossless block": ({**LOSSLESS, "mars_cache_block_size": 16}, "`mars_cache_block_size=16` .* no effect"),
     "window": ({**LOSSLESS, "mars_adaptive_window": True}, "`mars_adaptive_window=True` .* no effect"),
-    "two lengths": ({**LOSSLESS, "mars_draft_length": 3, "mars_block_size": 4}, "`mars_block_size=4` .* no effect"),
-    "off, block size": ({"mars_block_size": 4}, "`mars_block_size=4` .* set `mars_threshold`"),
+    "two lengths": ({**LOSSLESS, "mars_draft_length": 3, "mars_block_size": 5}, "`mars_block_size=5` .* no effect"),
+    "off, block size": ({"mars_block_size": 5}, "`mars_block_size=5` .* set `mars_threshold`"),
     "off, cache": ({"mars_cache": "block"}, "`mars_cache='block'` .* set `mars_threshold`"),
     "off, confidence": ({"mars_confidence": "margin"}, "`mars_confidence='margin'` .* set `mars_threshold`"),
     "off, cache block": ({"mars_cache_block_size": 16}, "`mars_cache_block_size=16` .* set `mars_threshold`"),
@@ -189,6 +191,14 @@ WITHOUT_EFFECT = {
     "bogus window": ({**ON, "mars_adaptive_window": 3}, "`mars_adaptive_window` must be True or False"),
     "window, block": ({**ON, "mars_adaptive_window": True, "mars_cache": "block"}, "needs `mars_cache='cursor'`"),
 }
+
+
+@pytest.mark.parametrize("on", [{}, ON, LOSSLESS], ids=["off", "threshold", "lossless"])
+def test_an_argument_at_its_default_asks_for_nothing(on):
+    model, inputs = tiny_model(), left_pad(random_prompts([6]))
+    defaults = {name: value for name, value in DEFAULTS.items() if value is not None and name not in on}
+    plain, spelled_out = (model.generate(**inputs, max_new_tokens=6, **on, **more) for more in ({}, defaults))
+    assert torch.equal(plain, spelled_out)
 
 
 @pytest.mark.parametrize("case", WITHOUT_EFFECT)

@@ -30,6 +30,7 @@ REFUSALS = {
     "threshold negative": ({"mars_threshold": -0.1}, r"`mars_threshold` must be in \(0, 1\]"),
     "threshold nan": ({"mars_threshold": float("nan")}, r"`mars_threshold` must be in \(0, 1\]"),
     "threshold text": ({"mars_threshold": "high"}, "must be a number, one number per row, or a callable"),
+    "threshold true": ({"mars_threshold": True}, "must be a number, one number per row, or a callable"),
     "threshold per row": ({"mars_threshold": [0.5, 0.5, 0.5]}, "one per row of the batch"),
     "threshold matrix": ({"mars_threshold": torch.ones(2, 2)}, "one number or one per row"),
     "callable": ({"mars_threshold": lambda step: 2.0}, r"must be in \(0, 1\]"),

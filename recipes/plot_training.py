@@ -23,7 +23,7 @@ def draw(axes: Axes, log: list[dict], curves: dict[str, str]) -> None:
     axes.set_xlabel("optimizer step")
     axes.grid(alpha=0.3)
     if axes.lines:
-        axes.legend()
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=4, frameon=False, columnspacing=1.0)
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def main() -> None:
     losses.set(ylabel="loss per target (nats)", ylim=(0, None), title="Loss")
     names = {name for entry in log for name in entry if name.startswith("mask_accuracy/depth_")}
     by_depth = sorted(names, key=lambda name: int(name.rpartition("_")[2]))
-    draw(depths, log, {name: f"[MASK] {name.rpartition('_')[2]} of a block" for name in by_depth})
-    depths.set(ylabel="share of targets ranked first", ylim=(0, None), title="Masked stream by depth")
+    draw(depths, log, {name: f"[MASK] {name.rpartition('_')[2]}" for name in by_depth})
+    depths.set(ylabel="share of targets ranked first", ylim=(0, None), title="Masked stream, by place of the [MASK]")
     draw(speed, log, {"tokens_per_forward@0.95": "threshold 0.95, teacher-forced"})
     speed.set(ylabel="tokens per forward pass", ylim=(1, None), title="What decoding will give")
     figure.savefig(args.output, dpi=100)

@@ -137,7 +137,9 @@ class Handler(BaseHTTPRequestHandler):
         repo = self.hub.repos.get(repo_id)
         is_owner = repo_id.split("/")[0] == self.user
         if repo is None or (repo.private and not is_owner):
-            self.answer(401 if self.user is None else 404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
+            self.answer(
+                401 if self.user is None else 404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound"
+            )
             return None
         if write and not is_owner:
             self.answer(403, {"error": "Forbidden"}, X_Error_Message="no write access")
@@ -176,7 +178,14 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, {"error": "Invalid rev id"}, X_Error_Code="RevisionNotFound")
             return
         siblings = [{"rfilename": path} for path in found.commits[commit]]
-        known = {"_id": repo, "id": repo, "modelId": repo, "sha": commit, "private": found.private, "siblings": siblings}
+        known = {
+            "_id": repo,
+            "id": repo,
+            "modelId": repo,
+            "sha": commit,
+            "private": found.private,
+            "siblings": siblings,
+        }
         self.answer(200, {**known, "tags": [], "downloads": 0, "likes": 0})
 
     def tree(self, body: bytes, repo: str, revision: str, path: str | None = None) -> None:
@@ -211,7 +220,9 @@ class Handler(BaseHTTPRequestHandler):
     def preupload(self, body: bytes, repo: str, revision: str) -> None:
         if self.find(repo, write=True) is None:
             return
-        modes = {file["path"]: "lfs" if IS_LFS.search(file["path"]) else "regular" for file in json.loads(body)["files"]}
+        modes = {
+            file["path"]: "lfs" if IS_LFS.search(file["path"]) else "regular" for file in json.loads(body)["files"]
+        }
         files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
         self.answer(200, {"files": files})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import evaluate
@@ -17,8 +18,12 @@ NAMES = ("ar_agreement", "gsm8k_exact_match", "tokens_per_forward")
 
 @pytest.fixture(autouse=True)
 def own_module_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    """`evaluate` copies the modules that it loads; not into the user's home."""
-    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path_factory.getbasetemp() / "modules"))
+    """`evaluate` copies the modules that it loads and imports the copies; not in the user's home, nor from there."""
+    modules = tmp_path_factory.getbasetemp() / "modules"
+    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(modules)
+    for name in [name for name in sys.modules if name.split(".")[0] == "evaluate_modules"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", str(tmp_path_factory.getbasetemp() / "metrics"))
 
 

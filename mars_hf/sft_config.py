@@ -100,6 +100,12 @@ class MarsSFTConfig(SFTConfig):
         new.__dict__.update(self.__dict__)
         return new
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MarsSFTConfig:
+        """As `__copy__`."""
+        memo[id(self)] = new = object.__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
 
 def block_size_at(args: TrainingArguments, step: int, max_steps: int) -> int:
     """The block size at a step of the training, 0 the first, by `mars_block_size` and `mars_block_curriculum`.

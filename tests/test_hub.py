@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -332,6 +333,9 @@ def test_no_token_in_what_is_pushed(saved: Saved, adapter: Saved):
         assert not [path.name for path in files if TOKEN.encode() in path.read_bytes()]
     assert saved.trainer.args.hub_token == TOKEN
     assert pickle.loads(pickle.dumps(saved.trainer.args)).hub_token is None
+    for made in (copy.copy(saved.trainer.args), copy.deepcopy(saved.trainer.args)):
+        assert made.hub_token == TOKEN
+        assert type(made) is MarsSFTConfig
 
 
 def test_adapter(adapter: Saved, tmp_path: Path):

@@ -306,10 +306,11 @@ def main() -> None:
         for new_tokens in args.max_new_tokens:
             runs = measure(model, batches, make_settings(args, batch_size), new_tokens, args.rounds)
             rows += to_rows(runs, costs[batch_size], batch_size, new_tokens)
-    table = to_markdown(rows, costs)
-    (args.output_dir / "decoding.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (args.output_dir / "decoding.md").write_text(table)
-    draw(rows, args.output_dir / "decoding.png")
+        # After every batch size, so that a run that is cut short keeps what it has measured.
+        table = to_markdown(rows, costs)
+        (args.output_dir / "decoding.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (args.output_dir / "decoding.md").write_text(table)
+        draw(rows, args.output_dir / "decoding.png")
     print(table)
 
 

@@ -58,15 +58,15 @@ def visible(query: Layout, key: Layout, window: int | None = None) -> Tensor:
     return allowed
 
 
-def dense_mask(layout: Layout, window: int | None = None) -> Tensor:
-    """The rule as a bool tensor (N, 1, T, T) for a layout of (N, T) fields.
+def dense_mask(layout: Layout, window: int | None = None, rule: Callable[..., Tensor] = visible) -> Tensor:
+    """A rule, by default that of MARS, as a bool tensor (N, 1, T, T) for a layout of (N, T) fields.
 
     Every token attends at least to itself: a padding row without any key gives NaN on some backends.
     """
     queries = Layout(*(field[:, :, None] for field in layout))
     keys = Layout(*(field[:, None, :] for field in layout))
     itself = torch.eye(layout.stream.shape[1], dtype=torch.bool, device=layout.stream.device)
-    return (visible(queries, keys, window) | itself)[:, None]
+    return (rule(queries, keys, window) | itself)[:, None]
 
 
 def flex_mask_mod(layout: Layout, window: int | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -90,6 +90,25 @@ def block_mask(layout: Layout, window: int | None = None) -> BlockMask:
     )
 
 
+def full_layout(seq_length: int, block_size: int, stream: int) -> Layout:
+    """The clean stream and behind it another one, both whole: fields (1, 2L).
+
+    Args:
+        seq_length: L, the length of the sequence in tokens.
+        block_size: B; the last block is shorter where B does not divide L.
+        stream: the number of the other stream.
+
+    Raises:
+        ValueError: if the length or the block size is not a positive integer.
+    """
+    for name, value in (("seq_length", seq_length), ("block_size", block_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+    position = torch.arange(seq_length).repeat(2)[None]
+    streams = torch.tensor([CLEAN, stream]).repeat_interleave(seq_length)[None]
+    return Layout(streams, position, block=position // block_size, document=torch.zeros_like(position))
+
+
 def mars_attention_mask(seq_length: int, block_size: int) -> Tensor:
     """The two-stream mask of MARS in its full form, clean stream first: a bool tensor (2L, 2L), True where allowed.
 
@@ -100,13 +119,7 @@ def mars_attention_mask(seq_length: int, block_size: int) -> Tensor:
     Raises:
         ValueError: if either argument is not a positive integer.
     """
-    for name, value in (("seq_length", seq_length), ("block_size", block_size)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
-    position = torch.arange(seq_length).repeat(2)[None]
-    stream = torch.tensor([CLEAN, MASKED]).repeat_interleave(seq_length)[None]
-    layout = Layout(stream, position, block=position // block_size, document=torch.zeros_like(position))
-    return dense_mask(layout)[0, 0]
+    return dense_mask(full_layout(seq_length, block_size, MASKED))[0, 0]
 
 
 def decode_mask(columns: Tensor, key_mask: Tensor, window: int | None = None) -> Tensor:

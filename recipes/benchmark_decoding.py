@@ -22,11 +22,10 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from _load import load_checkpoint, read_problems
 from _measure import GREEDY, until_stop
 from rich.progress import track
-from transformers import AutoTokenizer, BatchEncoding, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-
-from mars_hf import AutoMarsModelForCausalLM, get_mars_model
+from transformers import BatchEncoding, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 # Tokens per row at which c(q) is measured; between them it is interpolated.
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 36)
@@ -289,12 +288,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    model = AutoMarsModelForCausalLM.from_pretrained(
-        args.model, dtype=args.dtype, device_map="cuda" if torch.cuda.is_available() else None
-    )
-    get_mars_model(model, mask_token_id=tokenizer.mask_token_id)
-    questions = [json.loads(line)["question"] for line in args.data.read_text().splitlines()[: args.limit]]
+    model, tokenizer = load_checkpoint(args.model, args.dtype)
+    questions = [problem["question"] for problem in read_problems(args.data, args.limit)]
     rows: list[dict[str, Any]] = []
     costs: dict[int, dict[int, float]] = {}
     args.output_dir.mkdir(parents=True, exist_ok=True)

@@ -10,11 +10,9 @@ import argparse
 import json
 from pathlib import Path
 
-import torch
+from _load import load_checkpoint, read_problems
 from _measure import FinalAnswer, measure
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-
-from mars_hf import AutoMarsModelForCausalLM, get_mars_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def parse_args() -> argparse.Namespace:
@@ -76,13 +74,8 @@ def to_markdown(rows: list[dict]) -> str:
 
 def main() -> None:
     args = parse_args()
-    problems = [json.loads(line) for line in args.data.read_text().splitlines()[: args.limit]]
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    model = AutoMarsModelForCausalLM.from_pretrained(
-        args.model, dtype=args.dtype, device_map="cuda" if torch.cuda.is_available() else None
-    )
-    # A LoRA adapter does not record its [MASK], but its tokenizer has it.
-    get_mars_model(model, mask_token_id=tokenizer.mask_token_id)
+    problems = read_problems(args.data, args.limit)
+    model, tokenizer = load_checkpoint(args.model, args.dtype)
     rows = []
     for batch_size in args.batch_size:
         rows += evaluate_batch_size(model, tokenizer, problems, batch_size, args)

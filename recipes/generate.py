@@ -11,10 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, TextStreamer
-
-from mars_hf import AutoMarsModelForCausalLM
+from _load import load_checkpoint
+from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
 
 def parse_args() -> argparse.Namespace:
@@ -56,10 +54,7 @@ def main() -> None:
     prompts = read_prompts(args)
     if not prompts:
         sys.exit("No prompt given.")
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    model = AutoMarsModelForCausalLM.from_pretrained(
-        args.model, dtype=args.dtype, device_map="cuda" if torch.cuda.is_available() else None
-    )
+    model, tokenizer = load_checkpoint(args.model, args.dtype)
     inputs = encode(tokenizer, prompts, args.raw).to(model.device)
     one = len(prompts) == 1
     started = time.perf_counter()

@@ -17,10 +17,9 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from _load import load_checkpoint, read_problems
 from _measure import GREEDY, FinalAnswer, Run, Setting, as_batch, measure
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-
-from mars_hf import AutoMarsModelForCausalLM, get_mars_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STOCK_LOOKUP = "prompt lookup"
 
@@ -180,13 +179,8 @@ def draw(path: Path, rows: list[dict]) -> None:
 def main() -> None:
     args = parse_args()
     matplotlib.use("Agg")
-    problems = [json.loads(line) for line in args.data.read_text().splitlines()[: args.limit]]
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    model = AutoMarsModelForCausalLM.from_pretrained(
-        args.model, dtype=args.dtype, device_map="cuda" if torch.cuda.is_available() else None
-    )
-    # A LoRA adapter does not record its [MASK], but its tokenizer has it.
-    get_mars_model(model, mask_token_id=tokenizer.mask_token_id)
+    problems = read_problems(args.data, args.limit)
+    model, tokenizer = load_checkpoint(args.model, args.dtype)
     rows = []
     for batch_size in args.batch_size:
         rows += evaluate_batch_size(model, tokenizer, problems, batch_size, args)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from conftest import make_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -100,3 +103,16 @@ def brute_force(model, prompt, tau, window=4, max_new=20, eos=(EOS,), measure="p
         if text[-1] in eos:
             break
     return text[len(prompt) :], accepted
+
+
+def save_checkpoint(folder: Path) -> Path:
+    """A tiny model that knows its [MASK], with a tokenizer, as a folder."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+    model = tiny_model(
+        vocab_size=272, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
+    model.generation_config.mars_mask_token_id = tokenizer.mask_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

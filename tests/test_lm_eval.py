@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_tokenizer
-from decoding_models import brute_force, tiny_model
+from decoding_models import brute_force, save_checkpoint
 
 pytest.importorskip("lm_eval")
 # It and what it imports warn about themselves.
@@ -47,16 +47,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lm_eval") / "model"
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
-    model = tiny_model(
-        vocab_size=272, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
-    )
-    model.generation_config.mars_mask_token_id = MASK
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_checkpoint(tmp_path_factory.mktemp("lm_eval") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 from conftest import make_tokenizer
-from decoding_models import tiny_model
+from decoding_models import save_checkpoint
 
 from mars_hf import AutoMarsModelForCausalLM
 
@@ -31,16 +31,7 @@ UNFINISHED = "\ufffd"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("serving") / "model"
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
-    model = tiny_model(
-        vocab_size=272, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
-    )
-    model.generation_config.mars_mask_token_id = tokenizer.mask_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_checkpoint(tmp_path_factory.mktemp("serving") / "model")
 
 
 def start(command: list[str], log: Path, port: int) -> subprocess.Popen:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..masks import CLEAN, Layout
+from ..masks import CLEAN, Layout, dense_mask, full_layout
 
 NOISY = 1
 
@@ -35,10 +35,7 @@ def sees(query: Layout, key: Layout, window: int | None = None) -> Tensor:
 
 def dense_block_mask(layout: Layout, window: int | None = None) -> Tensor:
     """The rule as a bool tensor (N, 1, T, T) for a layout of (N, T) fields; every token sees at least itself."""
-    queries = Layout(*(field[:, :, None] for field in layout))
-    keys = Layout(*(field[:, None, :] for field in layout))
-    itself = torch.eye(layout.stream.shape[1], dtype=torch.bool, device=layout.stream.device)
-    return (sees(queries, keys, window) | itself)[:, None]
+    return dense_mask(layout, window, rule=sees)
 
 
 def block_diffusion_mask(seq_length: int, block_size: int) -> Tensor:
@@ -51,13 +48,7 @@ def block_diffusion_mask(seq_length: int, block_size: int) -> Tensor:
     Raises:
         ValueError: if either argument is not a positive integer.
     """
-    for name, value in (("seq_length", seq_length), ("block_size", block_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
-    position = torch.arange(seq_length).repeat(2)[None]
-    stream = torch.tensor([CLEAN, NOISY]).repeat_interleave(seq_length)[None]
-    layout = Layout(stream, position, block=position // block_size, document=torch.zeros_like(position))
-    return dense_block_mask(layout)[0, 0]
+    return dense_block_mask(full_layout(seq_length, block_size, NOISY))[0, 0]
 
 
 def stream_layout(stream: Tensor, position: Tensor, block_size: int) -> Layout:

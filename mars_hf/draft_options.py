@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 DRAFT_ARGUMENTS = ("mars_draft_length", "mars_draft_choices", "mars_tree_budget")
 # The longest n-gram of a prompt lookup where `max_matching_ngram_size` is not set, as in stock `generate`.
 NGRAM_SIZE = 2
+# Most tokens of a tree of several branches where `mars_tree_budget` is not set: most of a full one are not of use.
+BRANCHED_BUDGET = 24
 
 
 @dataclass
@@ -57,7 +59,7 @@ def resolve_drafts(config: GenerationConfig) -> DraftOptions:
     """Check what goes together with `mars_lossless`; the drafts of a step are one fewer than the window by default.
 
     Raises:
-        ValueError: for a threshold, a cache without cursors, a lookup out of range, or a tree without bound.
+        ValueError: for a threshold, a cache without cursors, or a lookup out of range.
     """
     if config.mars_threshold is not None:
         raise ValueError(
@@ -69,17 +71,13 @@ def resolve_drafts(config: GenerationConfig) -> DraftOptions:
     draft_length = config.mars_draft_length
     if draft_length is None:
         draft_length = max(config.mars_block_size - 1, 1)
-    choices, budget = config.mars_draft_choices, config.mars_tree_budget
-    if choices > 1 and budget is None:
-        raise ValueError(
-            f"With `mars_draft_choices={choices}` the tree has {choices} branches behind every draft. Bound it: set "
-            "`mars_tree_budget` (16 is a start)."
-        )
-    drafts = DraftOptions(draft_length, choices, budget=budget)
+    drafts = DraftOptions(draft_length, config.mars_draft_choices, budget=config.mars_tree_budget)
     if (lookup := getattr(config, "_mars_prompt_lookup", None)) is not None:
         check_count("prompt_lookup_num_tokens", lookup, 1)
         drafts.lookup = lookup
         if (size := config.max_matching_ngram_size) is not None:
             check_count("max_matching_ngram_size", size, 1)
             drafts.ngram_size = size
+    if drafts.budget is None and (drafts.lookup or drafts.choices > 1):
+        drafts.budget = BRANCHED_BUDGET
     return drafts

@@ -19,6 +19,7 @@ from transformers.generation import GenerationMode, MaxLengthCriteria
 from .attention import grouped_heads
 from .cache import MarsCache
 from .decoding import MarsDecoder, MarsGenerateOutput
+from .few_tokens import few_token_products
 from .generation_refusals import refuse_arguments, refuse_inputs, refuse_models, refuse_modes, refuse_processors
 from .options import (
     DEFAULTS,
@@ -73,9 +74,10 @@ class MarsGenerationMixin(GenerationMixin):
                 second source of drafts, for any number of rows.
             mars_draft_length: drafts that the [MASK]s make for a lossless step; by default `mars_block_size - 1`.
             mars_draft_choices: likeliest tokens at each [MASK] that become drafts, one instead of the other; 1 by
-                default, and more need a `mars_tree_budget`.
+                default.
             mars_tree_budget: most tokens that a row feeds in a lossless step, drafts and [MASK]s; the likeliest to be
-                of use are kept. All by default; "auto" feeds as many as pay by the seconds measured.
+                of use are kept. By default all where the [MASK]s make one draft each and no n-grams are looked up,
+                else 24; "auto" feeds as many as pay by the seconds measured.
             mars_adaptive_window: let the candidates of a step be as many as pay for themselves, from 1 to
                 `mars_block_size`, by the acceptance so far and the measured cost of a forward, so that MARS is not
                 slower than one token at a time. The text may differ from that of a fixed window, and from run to
@@ -236,7 +238,7 @@ class MarsGenerationMixin(GenerationMixin):
         decoder = MarsDecoder(
             self, input_ids, options, generation_config, logits_processor, stopping_criteria, streamer, model_kwargs
         )
-        with self._optimize_model_for_decode(), grouped_heads(self.config):
+        with self._optimize_model_for_decode(), grouped_heads(self.config), few_token_products(self):
             return decoder.run()
 
 

@@ -26,15 +26,20 @@ class CostMeter:
 
     A width that has not been measured lies between its neighbours, and no wider forward counts as cheaper than a
     narrower one. Beyond what was measured for a number of rows, the cost grows as for the nearest number of rows that
-    was measured there, or not at all where there is none: trying shows better than guessing.
+    was measured there, or not at all where there is none: trying shows better than guessing. The first forward of its
+    kind does not count: it pays for what later ones find ready.
     """
 
     def __init__(self) -> None:
         self._recent: dict[tuple[int, int], deque[float]] = {}
+        self._begun: set[tuple[int, int]] = set()
         self._curves: dict[int, tuple[list[int], list[float]]] = {}
 
     def record(self, rows: int, width: int, seconds: float) -> None:
         """Note a forward of `rows` rows that were fed `width` tokens each."""
+        if (rows, width) not in self._begun:
+            self._begun.add((rows, width))
+            return
         self._recent.setdefault((rows, width), deque(maxlen=RECENT)).append(seconds)
         widths = sorted(measured for count, measured in self._recent if count == rows)
         self._curves[rows] = widths, monotone([median_low(self._recent[rows, width]) for width in widths])

@@ -21,6 +21,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 TABLE = {
     "masks": set(),
     "attention": {"masks"},
+    "few_tokens": set(),
     "acceptance": set(),
     "losses": {"masks"},
     "cache": set(),
@@ -58,7 +59,7 @@ TABLE = {
     },
     "decoding": {"acceptance", "options", "pacing", "state", "records", "proposing", "drafting"},
     "generation_refusals": {"masks", "options"},
-    "generation": {"attention", "cache", "options", "decoding", "generation_refusals"},
+    "generation": {"attention", "few_tokens", "cache", "options", "decoding", "generation_refusals"},
     "class_swap": set(),
     "remote_generate": {"class_swap", "generation"},
     "bundle": set(),
@@ -93,8 +94,8 @@ SUBPACKAGES = {
         "arguments": (set(), {"decoding"}),
         "block_diffusion": (set(), {"masks"}),
         "block_diffusion_trainer": ({"block_diffusion"}, {"fused_head", "mask_token", "masks", "refusals"}),
-        "block_diffusion_sampler": ({"arguments", "block_diffusion"}, {"cache", "decoding", "masks"}),
-        "jacobi": ({"arguments"}, {"acceptance", "cache", "decoding", "masks"}),
+        "block_diffusion_sampler": ({"arguments", "block_diffusion"}, {"cache", "decoding", "few_tokens", "masks"}),
+        "jacobi": ({"arguments"}, {"acceptance", "cache", "decoding", "few_tokens", "masks"}),
     },
     "metrics": {
         "agreement": (set(), set()),

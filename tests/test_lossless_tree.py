@@ -91,8 +91,12 @@ def test_scripted_drafts(scripted, drafts, steps):
     assert max(scripted.widths[1:]) == 16
 
 
+# More than any tree here has.
+FULL = {"mars_tree_budget": 99}
+
+
 def test_lookup_wins_where_masks_are_wrong(scripted):
-    assert run_script(scripted, ROUND, NEVER, prompt_lookup_num_tokens=5) == [1, 6, 6, 6, 6]
+    assert run_script(scripted, ROUND, NEVER, prompt_lookup_num_tokens=5, **FULL) == [1, 6, 6, 6, 6]
     # The certain token, three and five drafts, and three [MASK]s behind each.
     assert scripted.widths[1] == (1 + 3 + 5) * 4
 
@@ -105,13 +109,21 @@ def test_lookup_loses_where_it_misleads(scripted):
 def test_sources_share_what_they_agree_on(scripted):
     # The [MASK]s are right about the next two tokens of a step and wrong about the third.
     drafts = [token if (i - PROMPT) % 6 in (1, 2) else WRONG for i, token in enumerate(ROUND)]
-    assert run_script(scripted, ROUND, drafts, prompt_lookup_num_tokens=5) == [1, 6, 6, 6, 6]
+    assert run_script(scripted, ROUND, drafts, prompt_lookup_num_tokens=5, **FULL) == [1, 6, 6, 6, 6]
     assert scripted.widths[1] == (1 + 5 + 1) * 4
 
 
 def test_longer_lookups_than_masks_and_the_other_way_round(scripted):
-    assert run_script(scripted, ROUND, NEVER, mars_draft_length=1, prompt_lookup_num_tokens=7) == [1, 8, 8, 8]
-    assert run_script(scripted, ROUND, ROUND, mars_draft_length=7, prompt_lookup_num_tokens=1) == [1, 8, 8, 8]
+    assert run_script(scripted, ROUND, NEVER, mars_draft_length=1, prompt_lookup_num_tokens=7, **FULL) == [1, 8, 8, 8]
+    assert run_script(scripted, ROUND, ROUND, mars_draft_length=7, prompt_lookup_num_tokens=1, **FULL) == [1, 8, 8, 8]
+
+
+@pytest.mark.parametrize("kwargs", [{"prompt_lookup_num_tokens": 10}, {"mars_draft_choices": 3}])
+def test_a_tree_of_several_branches_is_bounded(scripted, kwargs):
+    assert max(run_script(scripted, ROUND, ROUND, mars_draft_length=4, **kwargs)) > 1
+    assert max(scripted.widths[1:]) == 24
+    run_script(scripted, ROUND, ROUND, mars_draft_length=6)
+    assert max(scripted.widths[1:]) == 49
 
 
 def test_second_choice_of_a_mask(scripted):
@@ -458,7 +470,6 @@ def test_sampling_is_reproduced_by_a_seed():
         ({"mars_lossless": True, "mars_tree_budget": "all"}, "`mars_tree_budget` must be"),
         ({"mars_lossless": True, "mars_tree_budget": True}, "`mars_tree_budget` must be"),
         ({"mars_lossless": True, "mars_draft_choices": 0}, "`mars_draft_choices` must be an integer of at least 1"),
-        ({"mars_lossless": True, "mars_draft_choices": 2}, "set `mars_tree_budget`"),
         ({"mars_threshold": 0.9, "mars_tree_budget": 8}, "`mars_tree_budget=8` has no effect"),
         ({"mars_threshold": 0.9, "mars_draft_choices": 2}, "`mars_draft_choices=2` has no effect"),
         ({"mars_lossless": True, "num_beams": 2}, "cannot be combined with `mars_lossless`"),

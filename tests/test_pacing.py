@@ -25,11 +25,32 @@ COSTS = {
 }
 
 
+class WarmMeter(CostMeter):
+    """A meter for which no forward is the first of its kind."""
+
+    def record(self, rows, width, seconds):
+        self._begun.add((rows, width))
+        super().record(rows, width, seconds)
+
+
 def meter_of(cost, rows=(1, 4, 16), widths=range(1, 16)) -> CostMeter:
-    meter = CostMeter()
+    meter = WarmMeter()
     for count, width in itertools.product(rows, widths):
         meter.record(count, width, cost(count, width))
     return meter
+
+
+def test_the_first_forward_of_its_kind_does_not_count():
+    meter = CostMeter()
+    meter.record(1, 4, 50.0)
+    assert not meter.is_measured(1, 4)
+    assert meter.seconds(1, 4) == 1.0
+    meter.record(1, 4, 2.0)
+    assert meter.is_measured(1, 4)
+    assert meter.seconds(1, 4) == 2.0
+    # Nor does the first of another width pull its neighbours up.
+    meter.record(1, 3, 50.0)
+    assert meter.seconds(1, 4) == 2.0
 
 
 def test_nothing_measured_costs_the_same_everywhere():
@@ -37,7 +58,7 @@ def test_nothing_measured_costs_the_same_everywhere():
 
 
 def test_an_outlier_does_not_count():
-    meter = CostMeter()
+    meter = WarmMeter()
     for seconds in (1.0, 1.1, 50.0, 0.9, 1.0):
         meter.record(1, 4, seconds)
     assert meter.seconds(1, 4) == 1.0
@@ -47,7 +68,7 @@ def test_an_outlier_does_not_count():
 
 
 def test_costs_between_measured_widths_lie_between_and_never_fall():
-    meter = CostMeter()
+    meter = WarmMeter()
     for width, seconds in ((1, 1.0), (4, 2.0), (5, 1.8), (9, 4.0)):
         meter.record(2, width, seconds)
     assert meter.seconds(2, 2.5) == pytest.approx(1.45)
@@ -62,7 +83,7 @@ def test_beyond_what_was_measured_the_shape_of_other_rows_counts():
     meter.record(15, 7, 2 * COSTS["mixed"](16, 7))
     assert meter.seconds(15, 1) == pytest.approx(2 * COSTS["mixed"](16, 1))
     assert meter.seconds(15, 15) == pytest.approx(2 * COSTS["mixed"](16, 15))
-    alone = CostMeter()
+    alone = WarmMeter()
     alone.record(15, 7, 1.0)
     assert alone.seconds(15, 1) == alone.seconds(3, 20) == 1.0
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..cache import MarsCache
 from ..decoding import MarsGenerateOutput
+from ..few_tokens import few_token_products
 from ..masks import CLEAN, PADDING, Layout, masks_for_model
 from .arguments import check_prompts, end_tokens, finish
 from .block_diffusion import sees
@@ -65,8 +66,9 @@ def block_diffusion_generate(
     stops = end_tokens(model, eos_token_id, input_ids.device)
     sampler = BlockSampler(model, input_ids, prompt_mask, mask_token_id, block_size, max_new_tokens)
     filled: list[Tensor] = []
-    while not sampler.done(stops):
-        filled += sampler.fill_block(threshold)
+    with few_token_products(model):
+        while not sampler.done(stops):
+            filled += sampler.fill_block(threshold)
     return finish(model, input_ids, sampler.replies(), torch.stack(filled, -1), stops, pad_token_id)
 
 

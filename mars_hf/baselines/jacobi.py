@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..acceptance import accepted_length, cut_after_first
 from ..cache import MarsCache
 from ..decoding import MarsGenerateOutput
+from ..few_tokens import few_token_products
 from ..masks import decode_mask, masks_for_model
 from .arguments import check_prompts, end_tokens, finish
 
@@ -60,15 +61,16 @@ def jacobi_generate(
     rows = JacobiRows(model, input_ids, prompt_mask, max_new_tokens, window)
     going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
     steps: list[Tensor] = []
-    while going.any():
-        choices, was_right = rows.forward()
-        accepted = accepted_length(torch.nn.functional.pad(was_right, (1, 0), value=True))
-        accepted = accepted.minimum(rows.end - rows.length)
-        accepted, ended = cut_after_first(choices, accepted, stops)
-        accepted = accepted * going
-        rows.advance(choices, accepted)
-        steps.append(accepted.cpu())
-        going = going & ~ended & (rows.length < rows.end)
+    with few_token_products(model):
+        while going.any():
+            choices, was_right = rows.forward()
+            accepted = accepted_length(torch.nn.functional.pad(was_right, (1, 0), value=True))
+            accepted = accepted.minimum(rows.end - rows.length)
+            accepted, ended = cut_after_first(choices, accepted, stops)
+            accepted = accepted * going
+            rows.advance(choices, accepted)
+            steps.append(accepted.cpu())
+            going = going & ~ended & (rows.length < rows.end)
     replies = rows.tokens[:, input_ids.shape[1] : rows.end]
     return finish(model, input_ids, replies, torch.stack(steps, dim=-1), stops, pad_token_id)
 

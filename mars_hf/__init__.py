@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mars_hf.cache import MarsCache
     from mars_hf.collator import DataCollatorForMars
-    from mars_hf.decoding import MarsGenerateOutput
     from mars_hf.generation import MarsGenerationMixin
     from mars_hf.mask_token import add_mask_token
     from mars_hf.masks import mars_attention_mask
     from mars_hf.model_card import record_results
     from mars_hf.modeling import AutoMarsModelForCausalLM, get_mars_model
     from mars_hf.options import MarsStep
+    from mars_hf.outputs import MarsGenerateOutput
     from mars_hf.sft_config import MarsSFTConfig
     from mars_hf.sft_trainer import MarsSFTTrainer
 
@@ -40,7 +40,7 @@ _MODULE_OF = {
     "AutoMarsModelForCausalLM": "modeling",
     "DataCollatorForMars": "collator",
     "MarsCache": "cache",
-    "MarsGenerateOutput": "decoding",
+    "MarsGenerateOutput": "outputs",
     "MarsGenerationMixin": "generation",
     "MarsSFTConfig": "sft_config",
     "MarsSFTTrainer": "sft_trainer",

@@ -6,66 +6,24 @@ Shapes: N rows still decoding of the batch's R, B the window (MARS block size), 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.generation import (
-    EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    GenerateDecoderOnlyOutput,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from .acceptance import accepted_length, confidence_of, cut_after_first, is_confident
+from .choosing import Chooser
 from .drafting import DraftProposer
 from .options import MarsOptions, MarsStep, check_threshold
+from .outputs import MarsGenerateOutput
 from .pacing import WindowPacer, costs_of
 from .proposing import BlockProposer, CursorProposer, Proposer
-from .records import TokenRecord
 from .state import DecodingState
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
-
-
-@dataclass
-class MarsGenerateOutput(GenerateDecoderOnlyOutput):
-    """Output of `generate` with a `mars_threshold` and `return_dict_in_generate=True`.
-
-    Attributes:
-        num_forwards: forward passes of the model that the call took.
-        accepted_lengths: (R, steps) int64, tokens that each row accepted in each step; 0 once the row has ended.
-        tokens_per_forward: (R,) float32, new tokens of each row per forward pass that the row took part in.
-    """
-
-    num_forwards: int | None = None
-    accepted_lengths: Tensor | None = None
-    tokens_per_forward: Tensor | None = None
-
-
-# Processors that look at one distribution alone may judge all candidates of a step at once.
-PREFIX_FREE = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 
 class MarsDecoder:
@@ -82,7 +40,7 @@ class MarsDecoder:
         streamer: BaseStreamer | None,
         model_kwargs: dict[str, Any],
     ) -> None:
-        self.options, self.config, self.processors, self.streamer = options, generation_config, processors, streamer
+        self.options, self.config, self.streamer = options, generation_config, streamer
         self.device = input_ids.device
         stops = [c.eos_token_id.to(self.device) for c in criteria if isinstance(c, EosTokenCriteria)]
         self.stop_tokens = torch.cat(stops) if stops else None
@@ -101,11 +59,8 @@ class MarsDecoder:
         )
         self.proposer = make_proposer(model, options, model_kwargs, self.device)
         self.pacer = WindowPacer(costs_of(model), options.block_size) if options.adaptive_window else None
-        wants = generation_config.return_dict_in_generate
-        self.scores = TokenRecord(self.state) if wants and generation_config.output_scores else None
-        self.logits = TokenRecord(self.state) if wants and generation_config.output_logits else None
+        self.chooser = Chooser(self.state, generation_config, processors, options.mask_token_id)
         self.cache = model_kwargs.get("cache")
-        self.mask_token = torch.tensor([options.mask_token_id], device=self.device)
         self.last_threshold = float("nan")
         self.started = time.perf_counter()
 
@@ -142,9 +97,9 @@ class MarsDecoder:
 
     def _accept(self, logits: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Choose the candidates and cut them: tokens (N, B), accepted (N,) and ended (N,)."""
-        if self.other_criteria or not all(type(processor) in PREFIX_FREE for processor in self.processors):
+        if self.other_criteria or self.chooser.needs_prefix:
             return self._accept_one_by_one(logits, threshold)
-        tokens, scores = self._choose_all(logits)
+        tokens, scores = self.chooser.all(logits)
         accepted = torch.ones_like(tokens[:, 0])
         if threshold is None:
             # The candidates that follow one another, out of all that the tree has judged.
@@ -157,7 +112,7 @@ class MarsDecoder:
             further = self._is_sure(logits[:, 1:], tokens[:, 1:], threshold)
             accepted = accepted_length(torch.nn.functional.pad(further, (1, 0), value=True))
         if scores is not None:
-            self._record(self.state.length, logits, scores)
+            self.chooser.record(self.state.length, logits, scores)
         accepted = accepted.minimum(self.state.max_length - self.state.length)
         accepted, ended = cut_after_first(tokens, accepted, self.stop_tokens)
         waiting = self.proposer.waiting(self.state)
@@ -166,42 +121,10 @@ class MarsDecoder:
             accepted, ended = accepted * going, ended & going
         return tokens, accepted, ended | (self.state.length + accepted >= self.state.max_length)
 
-    def _choose_all(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(N, B) candidates from raw logits (N, B, V), where no processor needs a prefix; their scores, if wanted."""
-        wants_record = self.scores is not None or self.logits is not None
-        if not (self.processors or wants_record or self.config.do_sample):
-            # Banned in place and given back: a copy of all logits would cost more than the rest of the loop.
-            of_mask = logits.index_select(-1, self.mask_token)
-            tokens = logits.index_fill_(-1, self.mask_token, float("-inf")).argmax(-1)
-            logits.index_copy_(-1, self.mask_token, of_mask)
-            return tokens, None
-        scores = self._ban_mask(logits)
-        if self.processors:
-            no_prefix = torch.empty(logits[..., 0].numel(), 0, dtype=torch.long, device=self.device)
-            scores = self.processors(no_prefix, scores.flatten(0, 1)).view_as(logits)
-        return self._choose(scores), scores if wants_record else None
-
     def _is_sure(self, logits: Tensor, tokens: Tensor, threshold: Tensor) -> Tensor:
         """(N, K) bool, whether the model is sure of candidates (N, K) by logits (N, K, V)."""
         confidence = confidence_of(logits, tokens, self.options.confidence)
         return is_confident(confidence, threshold, self.options.confidence)
-
-    def _ban_mask(self, scores: Tensor) -> Tensor:
-        """A [MASK] is never a token of the text."""
-        return scores.index_fill(-1, self.mask_token, float("-inf"))
-
-    def _choose(self, scores: Tensor) -> Tensor:
-        """Tokens (...) from scores (..., V)."""
-        if not self.config.do_sample:
-            return scores.argmax(-1)
-        return torch.multinomial(scores.softmax(-1).flatten(0, -2), 1).view(scores.shape[:-1])
-
-    def _record(self, columns: Tensor, logits: Tensor, scores: Tensor, rows: Tensor | None = None) -> None:
-        """Note logits and scores (N, B, V) of the columns from `columns` (N,) on, over those rejected before."""
-        rows = self.state.rows if rows is None else rows
-        for record, values in ((self.logits, logits), (self.scores, scores)):
-            if record is not None:
-                record.write(rows, columns - self.state.prompt, values)
 
     def _accept_one_by_one(self, logits: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """As `_accept`, showing every processor and every stopping criterion the true prefix of every token.
@@ -219,7 +142,7 @@ class MarsDecoder:
         for k in range(window):
             for column in sorted({lengths[row] + k for row in alive}):
                 members = [row for row in alive if lengths[row] + k == column]
-                tokens[members, k] = self._judge(logits[range(count), places], members, column)
+                tokens[members, k] = self.chooser.one(logits[range(count), places], members, column)
                 keep = members
                 if k > 0 and threshold is not None:
                     sure = self._is_sure(logits[members, k, None], tokens[members, k, None], threshold[members])
@@ -237,20 +160,6 @@ class MarsDecoder:
                     alive.append(row)
         return tokens, accepted.to(self.device), ended.to(self.device)
 
-    def _judge(self, logits: Tensor, members: list[int], column: int) -> Tensor:
-        """Choose the token of one column for the rows `members`, (len(members),), from raw logits (N, V).
-
-        Processors get the whole batch in its order, since some know their rows by number. Rows that are not asked
-        about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read.
-        """
-        state = self.state
-        scores = logits.new_zeros(state.batch, logits.shape[-1])
-        scores[state.rows] = self._ban_mask(logits)
-        scores = self.processors(state.tokens[:, state.hidden : column], scores)[state.rows[members]]
-        columns = torch.full((len(members),), column, device=self.device)
-        self._record(columns, logits[members, None], scores[:, None], state.rows[members])
-        return self._choose(self._ban_mask(scores))
-
     def _take(self, keep: list[int], chosen: Tensor, column: int) -> Tensor:
         """Write accepted tokens of one column and ask the stopping criteria about them: ended, (len(keep),) bool."""
         if not keep:
@@ -261,7 +170,8 @@ class MarsDecoder:
         if self.stop_tokens is not None:
             ended = ended | torch.isin(chosen[keep], self.stop_tokens)
         if self.other_criteria:
-            scores = None if self.scores is None else self.scores.entries(column + 1 - self.state.prompt)
+            record = self.chooser.scores
+            scores = None if record is None else record.entries(column + 1 - self.state.prompt)
             seen = self.state.tokens[:, self.state.hidden : column + 1]
             ended = ended | self.other_criteria(seen, scores)[rows]
         return ended.cpu()
@@ -288,10 +198,11 @@ class MarsDecoder:
         accepted = torch.stack(self.state.accepted_lengths, dim=-1)
         new_tokens = accepted.sum(-1)
         count = int(new_tokens.max())
+        scores, logits = self.chooser.scores, self.chooser.logits
         return MarsGenerateOutput(
             sequences=sequences,
-            scores=None if self.scores is None else self.scores.entries(count, new_tokens),
-            logits=None if self.logits is None else self.logits.entries(count, new_tokens),
+            scores=None if scores is None else scores.entries(count, new_tokens),
+            logits=None if logits is None else logits.entries(count, new_tokens),
             cache=self.cache,
             num_forwards=self.proposer.num_forwards,
             accepted_lengths=accepted,

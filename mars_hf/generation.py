@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -18,7 +17,7 @@ from transformers.generation import GenerationMode, MaxLengthCriteria
 
 from .attention import grouped_heads
 from .cache import MarsCache
-from .decoding import MarsDecoder, MarsGenerateOutput
+from .decoding import MarsDecoder
 from .few_tokens import few_token_products
 from .generation_refusals import refuse_arguments, refuse_inputs, refuse_models, refuse_modes, refuse_processors
 from .options import (
@@ -30,6 +29,7 @@ from .options import (
     refuse_without_effect,
     resolve_options,
 )
+from .outputs import EndRecorder, MarsGenerateOutput
 
 
 class MarsGenerationMixin(GenerationMixin):
@@ -245,28 +245,3 @@ class MarsGenerationMixin(GenerationMixin):
 def takes_stock_path(options: MarsOptions | None, cache: Any) -> bool:
     """Whether the stock loop decodes; plain autoregression that continues a `MarsCache` does not."""
     return options is None or (options.is_autoregressive and not isinstance(cache, MarsCache))
-
-
-class EndRecorder(StoppingCriteriaList):
-    """Stopping criteria that remember how long each row of a stock `generate` became."""
-
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
-        super().__init__(criteria)
-        self.going: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        ended = super().__call__(input_ids, scores, **kwargs)
-        before = self.going[-1] if self.going else torch.ones_like(ended)
-        self.going.append(before & ~ended)
-        return ended
-
-    def as_mars_output(self, output: Any) -> MarsGenerateOutput:
-        """A stock output with the counts of plain autoregression: one token per row and forward pass."""
-        steps = len(self.going)
-        going = torch.stack([torch.ones_like(self.going[0]), *self.going[:-1]], dim=-1)
-        return MarsGenerateOutput(
-            **output,
-            num_forwards=steps,
-            accepted_lengths=going.long().cpu(),
-            tokens_per_forward=torch.ones(going.shape[0]),
-        )

@@ -5,8 +5,8 @@
 The settings take turns batch by batch and change places from round to round; figures are medians over the rounds. The
 clock of a reply starts behind its first forward pass, which reads the prompt. *Efficiency* is how much of the possible
 gain arrives: the ratio of tokens per second to stock, over the ratio that the forward passes alone would give, at the
-cost c(q) of a cached forward of q tokens at that batch size, which is measured in the same run. Files go to
-`--output_dir`.
+cost c(q) of a cached forward of q tokens at that batch size, measured in the same run with the model as it is;
+on a CPU it may be above 1, since MARS runs linear layers of few tokens in another way. Files go to `--output_dir`.
 """
 
 import argparse

@@ -41,6 +41,8 @@ TABLE = {
     "pacing": set(),
     "state": set(),
     "records": {"state"},
+    "choosing": {"records", "state"},
+    "outputs": set(),
     "proposing": {"masks", "cache", "state"},
     "lookup": set(),
     "draft_tree": set(),
@@ -57,9 +59,9 @@ TABLE = {
         "tree_budget",
         "proposing",
     },
-    "decoding": {"acceptance", "options", "pacing", "state", "records", "proposing", "drafting"},
+    "decoding": {"acceptance", "options", "pacing", "state", "choosing", "outputs", "proposing", "drafting"},
     "generation_refusals": {"masks", "options"},
-    "generation": {"attention", "few_tokens", "cache", "options", "decoding", "generation_refusals"},
+    "generation": {"attention", "few_tokens", "cache", "options", "outputs", "decoding", "generation_refusals"},
     "class_swap": set(),
     "remote_generate": {"class_swap", "generation"},
     "bundle": set(),
@@ -91,11 +93,11 @@ TABLE = {
 # Each file of a package inside the library may import these files of the package, and these of the library.
 SUBPACKAGES = {
     "baselines": {
-        "arguments": (set(), {"decoding"}),
+        "arguments": (set(), {"outputs"}),
         "block_diffusion": (set(), {"masks"}),
         "block_diffusion_trainer": ({"block_diffusion"}, {"fused_head", "mask_token", "masks", "refusals"}),
-        "block_diffusion_sampler": ({"arguments", "block_diffusion"}, {"cache", "decoding", "few_tokens", "masks"}),
-        "jacobi": ({"arguments"}, {"acceptance", "cache", "decoding", "few_tokens", "masks"}),
+        "block_diffusion_sampler": ({"arguments", "block_diffusion"}, {"cache", "few_tokens", "masks", "outputs"}),
+        "jacobi": ({"arguments"}, {"acceptance", "cache", "few_tokens", "masks", "outputs"}),
     },
     "metrics": {
         "agreement": (set(), set()),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..decoding import MarsGenerateOutput
+from ..outputs import MarsGenerateOutput
 
 
 def check_prompts(

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import MarsCache
-from ..decoding import MarsGenerateOutput
 from ..few_tokens import few_token_products
 from ..masks import CLEAN, PADDING, Layout, masks_for_model
+from ..outputs import MarsGenerateOutput
 from .arguments import check_prompts, end_tokens, finish
 from .block_diffusion import sees
 

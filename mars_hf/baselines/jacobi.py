@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from ..acceptance import accepted_length, cut_after_first
 from ..cache import MarsCache
-from ..decoding import MarsGenerateOutput
 from ..few_tokens import few_token_products
 from ..masks import decode_mask, masks_for_model
+from ..outputs import MarsGenerateOutput
 from .arguments import check_prompts, end_tokens, finish
 
 

@@ -1,0 +1,111 @@
+"""From logits to tokens: the processors, the draw, and never a [MASK]; what was chosen from is noted for the output.
+
+Shapes: N rows still decoding of the batch's R, B the window (MARS block size), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from .records import TokenRecord
+from .state import DecodingState
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList
+
+# Processors that look at one distribution alone may judge all candidates of a step at once.
+PREFIX_FREE = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+class Chooser:
+    """Chooses tokens by a generation config.
+
+    Attributes:
+        needs_prefix: whether some processor looks at the text in front of a token, so that tokens are chosen one by
+            one, with `one`; else all of a step are, with `all`.
+        scores, logits: the processed and the raw logits of every token, where the output shall have them.
+    """
+
+    def __init__(
+        self,
+        state: DecodingState,
+        config: GenerationConfig,
+        processors: LogitsProcessorList,
+        mask_token_id: int,
+    ) -> None:
+        self.state, self.processors, self.samples = state, processors, config.do_sample
+        self.needs_prefix = not all(type(processor) in PREFIX_FREE for processor in processors)
+        wants = config.return_dict_in_generate
+        self.scores = TokenRecord(state) if wants and config.output_scores else None
+        self.logits = TokenRecord(state) if wants and config.output_logits else None
+        self.mask_token = torch.tensor([mask_token_id], device=state.device)
+
+    def all(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(N, B) candidates from raw logits (N, B, V), where no processor needs a prefix; their scores, if wanted."""
+        wants_record = self.scores is not None or self.logits is not None
+        if not (self.processors or wants_record or self.samples):
+            # Banned in place and given back: a copy of all logits would cost more than the rest of the loop.
+            of_mask = logits.index_select(-1, self.mask_token)
+            tokens = logits.index_fill_(-1, self.mask_token, float("-inf")).argmax(-1)
+            logits.index_copy_(-1, self.mask_token, of_mask)
+            return tokens, None
+        scores = self._ban_mask(logits)
+        if self.processors:
+            no_prefix = torch.empty(logits[..., 0].numel(), 0, dtype=torch.long, device=logits.device)
+            scores = self.processors(no_prefix, scores.flatten(0, 1)).view_as(logits)
+        return self._draw(scores), scores if wants_record else None
+
+    def one(self, logits: Tensor, members: list[int], column: int) -> Tensor:
+        """The token of one column for the rows `members`, (len(members),), from raw logits (N, V).
+
+        Processors get the whole batch in its order, since some know their rows by number. Rows that are not asked
+        about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read.
+        """
+        state = self.state
+        scores = logits.new_zeros(state.batch, logits.shape[-1])
+        scores[state.rows] = self._ban_mask(logits)
+        scores = self.processors(state.tokens[:, state.hidden : column], scores)[state.rows[members]]
+        columns = torch.full((len(members),), column, device=logits.device)
+        self.record(columns, logits[members, None], scores[:, None], state.rows[members])
+        return self._draw(self._ban_mask(scores))
+
+    def record(self, columns: Tensor, logits: Tensor, scores: Tensor, rows: Tensor | None = None) -> None:
+        """Note logits and scores (N, B, V) of the columns from `columns` (N,) on, over those rejected before."""
+        rows = self.state.rows if rows is None else rows
+        for record, values in ((self.logits, logits), (self.scores, scores)):
+            if record is not None:
+                record.write(rows, columns - self.state.prompt, values)
+
+    def _ban_mask(self, scores: Tensor) -> Tensor:
+        """A [MASK] is never a token of the text."""
+        return scores.index_fill(-1, self.mask_token, float("-inf"))
+
+    def _draw(self, scores: Tensor) -> Tensor:
+        """Tokens (...) from scores (..., V)."""
+        if not self.samples:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1).flatten(0, -2), 1).view(scores.shape[:-1])

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 # The buffer grows by this many slots, or by an eighth of itself where that is more: a reply of unknown length pays for
 # few copies, and for little memory that it does not need.
 GROWTH = 16
+NOWHERE = torch.empty(0, 0, dtype=torch.long)
 
 
 class WritePlan:
@@ -29,7 +30,7 @@ class WritePlan:
     """
 
     def __init__(self) -> None:
-        self.slots = torch.empty(0, 0, dtype=torch.long)
+        self.slots = NOWHERE
         self.first: int | None = None
         self.visible = 0
         self.rows = 0
@@ -55,6 +56,11 @@ class MarsCacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write (N, H, W, D) keys and values at the planned slots; return views of all slots that are visible."""
+        if (key_states.shape[0], key_states.shape[2]) != (self.plan.rows, self.plan.slots.shape[1]):
+            raise ValueError(
+                "A `MarsCache` is written by MARS decoding only, which says where each row's tokens go. Pass it to "
+                "`generate` with `mars_threshold` or `mars_lossless`, or give the model another cache."
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         # One slot more than the forward reads takes what nobody may read.
@@ -89,9 +95,17 @@ class MarsCacheLayer(CacheLayerMixin):
                 a, b = left.to(buffer.device), right.to(buffer.device)
                 buffer[a], buffer[b] = buffer[b], buffer[a]
 
-    def reset(self) -> None:
-        super().reset()
-        self.plan.visible = 0
+    def take_rows(self, rows: Tensor) -> None:
+        """Have copies of these rows instead, in this order."""
+        if self.is_initialized:
+            self.keys, self.values = (
+                buffer.index_select(0, rows.to(buffer.device)) for buffer in (self.keys, self.values)
+            )
+
+    def become_writable(self) -> None:
+        """Make buffers of a closed `torch.inference_mode` ones that can be written."""
+        if self.is_initialized:
+            self.keys, self.values = writable(self.keys), writable(self.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.plan.visible, 0
@@ -101,6 +115,11 @@ class MarsCacheLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The tensor, or its copy if it was made under a `torch.inference_mode` that has ended: those are read-only."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 class MarsCache(Cache):
@@ -115,6 +134,7 @@ class MarsCache(Cache):
         order: which row of the batch stands where in the buffer.
         cursor: (R,) int64, how many slots of each buffer row hold committed tokens.
         host_cursor: the same on the host.
+        hidden: leading slots whose tokens were given as embeddings only.
     """
 
     def __init__(self) -> None:
@@ -122,6 +142,7 @@ class MarsCache(Cache):
         self.order: list[int] = []
         self.host_cursor: list[int] = []
         self.cursor = torch.empty(0, dtype=torch.long)
+        self.hidden = 0
         super().__init__(layer_class_to_replicate=partial(MarsCacheLayer, self.plan))
 
     def start(self, batch: int, device: torch.device) -> None:
@@ -129,8 +150,7 @@ class MarsCache(Cache):
         if not self.order:
             self.order, self.host_cursor = list(range(batch)), [0] * batch
             self.cursor = torch.zeros(batch, dtype=torch.long, device=device)
-        while (places := [place for place, row in enumerate(self.order) if place != row]) != []:
-            self._exchange([(places[0], self.order[places[0]])])
+        self._restore_order()
         self.plan.rows = batch
 
     def plan_write(self, slots: Tensor, visible: int, first: int | None = None) -> None:
@@ -148,6 +168,8 @@ class MarsCache(Cache):
         count = self.plan.rows
         self.cursor[:count] = cursor
         self.host_cursor[:count] = host_cursor
+        # The plan is for one forward: whatever else writes from now on is not MARS decoding.
+        self.plan.slots, self.plan.visible = NOWHERE, max(self.host_cursor)
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy what stands in the slots `source` to the slots `target`, both (N, K) int64, in every layer."""
@@ -169,6 +191,55 @@ class MarsCache(Cache):
         self._exchange(list(zip(free, late, strict=True)))
         self.plan.rows = count
         return order
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.layers.clear()
+        self.plan.slots, self.plan.visible, self.plan.rows = NOWHERE, 0, 0
+        self.order, self.host_cursor, self.cursor, self.hidden = [], [], self.cursor[:0], 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns.
+
+        Args:
+            tokens_to_remove: how many, as a negative number, counted from where the longest row ends.
+
+        Raises:
+            ValueError: for a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`crop` takes the number of tokens to remove as a negative number, got {tokens_to_remove}."
+            )
+        end = max(max(self.host_cursor, default=0) + tokens_to_remove, 0)
+        self.host_cursor = [min(cursor, end) for cursor in self.host_cursor]
+        self.cursor = self.cursor.clamp(max=end)
+        self.plan.visible = end
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch, in this order; one may come several times."""
+        self._restore_order()
+        self.host_cursor = [self.host_cursor[row] for row in indices.tolist()]
+        self.cursor = self.cursor[indices.to(self.cursor.device)]
+        self.order = list(range(len(self.host_cursor)))
+        for layer in self.layers:
+            layer.take_rows(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """The same as `batch_select_indices`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have every row so many times, one after the other."""
+        self.batch_select_indices(torch.arange(len(self.order)).repeat_interleave(repeats))
+
+    def _restore_order(self) -> None:
+        """Put the rows where they stand in the batch, in buffers that can be written."""
+        self.cursor = writable(self.cursor)
+        for layer in self.layers:
+            layer.become_writable()
+        while (places := [place for place, row in enumerate(self.order) if place != row]) != []:
+            self._exchange([(places[0], self.order[places[0]])])
 
     def _exchange(self, pairs: list[tuple[int, int]]) -> None:
         if not pairs:

@@ -106,6 +106,7 @@ class CursorProposer(Proposer):
         if cached:
             start = torch.full_like(state.length, cached)
             return self.feed(state, start, [cached] * state.batch, masks)
+        self.cache.hidden = state.hidden
         visible = state.prompt + masks
         columns = torch.arange(visible, device=state.device).expand(state.batch, -1)
         self.cache.plan_write(columns, visible, first=0)

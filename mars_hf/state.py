@@ -17,7 +17,7 @@ class DecodingState:
     `advance`.
 
     Args:
-        input_ids: (R, prompt) the prompts, padded on the left.
+        input_ids: (R, prompt) integers, the prompts, padded on the left.
         max_length: columns of a full sequence, counted as `input_ids` are.
         window: B.
         mask_token_id: id of [MASK].
@@ -44,7 +44,7 @@ class DecodingState:
         hidden: int = 0,
     ) -> None:
         self.hidden, self.max_length = hidden, max_length + hidden
-        input_ids = torch.nn.functional.pad(input_ids, (hidden, 0), value=mask_token_id)
+        input_ids = torch.nn.functional.pad(input_ids.long(), (hidden, 0), value=mask_token_id)
         self.batch, self.prompt = input_ids.shape
         self.device, self.mask_token_id = input_ids.device, mask_token_id
         tail = self.max_length + window - self.prompt

@@ -73,6 +73,14 @@ def test_every_window_equals_the_definition(window):
     assert (output.accepted_lengths.max() > 1) == (window > 1)
 
 
+@pytest.mark.parametrize("mode", [{"mars_threshold": 0.1}, {"mars_lossless": True}])
+def test_ids_of_32_bits_are_ids(mode):
+    model, inputs = tiny_model(), left_pad(random_prompts([6, 9]))
+    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, **mode)
+    inputs["input_ids"] = inputs["input_ids"].int()
+    assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False, **mode), expected)
+
+
 def test_a_row_does_not_see_its_batch_or_its_padding():
     model = tiny_model(seed=3)
     prompts = random_prompts([6, 13, 2, 9, 7], seed=2)

@@ -116,13 +116,76 @@ def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
             "without `torch.compile`, or set `mars_threshold=1.0`."
         )
     if options.cache != "none":
+        # A class of one's own may hand it on unnamed.
+        taken = {
+            name for part in (model, model.base_model) for name in inspect.signature(type(part).forward).parameters
+        }
+        if not taken & {"cache", "past_key_values"}:
+            raise ValueError(
+                f"`{type(model).__name__}` takes no cache. Set `mars_cache='none'`, which recomputes the sequence in "
+                "each step."
+            )
         MaskForm(model.config, model.dtype)
+    config = model.config.get_text_config()
+    if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
+        raise ValueError(
+            f"This `{config.model_type}` is an encoder: its tokens see those behind them, [MASK]s too. Load it with "
+            "`is_decoder=True`, or unset `mars_threshold`."
+        )
+    if getattr(config, "alibi", False):
+        raise ValueError(
+            f"The ALiBi biases of `{config.model_type}` count the slots of the cache, and slots of MARS hold [MASK]s "
+            "too. Use a model with rotary or learned positions, or unset `mars_threshold`."
+        )
+    if options.mask_token_id >= config.vocab_size:
+        raise ValueError(
+            f"`mars_mask_token_id` is {options.mask_token_id}, and the model has {config.vocab_size} tokens. Set the "
+            "id of the mask token of the training; `add_mask_token(tokenizer, model)` makes one."
+        )
+    if options.drafts is not None and options.drafts.choices >= config.vocab_size:
+        raise ValueError(
+            f"`mars_draft_choices` is {options.drafts.choices}, and besides [MASK] the model has "
+            f"{config.vocab_size - 1} tokens. Lower it; more than 2 rarely pays."
+        )
+    refuse_adapters(model)
+
+
+def refuse_adapters(model: PreTrainedModel) -> None:
+    """Refuse what PEFT puts in front of prompts, and adapters that it assigns to rows by their number."""
+    # `PeftModel.generate` lends the base model its own method.
+    wrapper: Any = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    if wrapper is not None and getattr(getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"{wrapper.active_peft_config.peft_type.value} puts virtual tokens in front of the prompt that MARS does "
+            "not know of. Use an adapter of the weights (LoRA), or unset `mars_threshold`."
+        )
+    if not hasattr(model, "peft_config"):
+        return
+    hooks = [
+        (module._forward_pre_hooks, key)
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+        if "adapter_names" in (getattr(hook, "keywords", None) or {})
+    ]
+    if hooks:
+        # PEFT takes them away only where the call returns; left behind, they would break the next one.
+        for of_module, key in hooks:
+            del of_module[key]
+        raise ValueError(
+            "`adapter_names` counts the rows of a batch, and with MARS rows leave it when they end. Generate the "
+            "prompts of each adapter by themselves, after `model.set_adapter(...)`."
+        )
 
 
 def refuse_inputs(
     model_config: Any, input_ids: Tensor, config: GenerationConfig, streamer: Any, model_kwargs: dict[str, Any]
 ) -> None:
     """Refuse what would give wrong text, before the first forward pass."""
+    columns = (
+        input_ids.shape[1] if model_kwargs.get("inputs_embeds") is None else model_kwargs["inputs_embeds"].shape[1]
+    )
+    if input_ids.shape[0] == 0 or columns == 0:
+        raise ValueError("There is no prompt to continue. Pass at least one row of at least one token.")
     if unknown := sorted(k for k, v in model_kwargs.items() if v is not None and k not in KNOWN_INPUTS):
         raise ValueError(
             f"MARS decoding does not know how to continue the model inputs {', '.join(unknown)}. Leave them out, or "
@@ -133,7 +196,18 @@ def refuse_inputs(
             "A `streamer` takes one row: rows of a MARS batch accept different numbers of tokens. Generate one prompt."
         )
     refuse_prompts(input_ids, model_kwargs)
-    attention_mask = model_kwargs.get("attention_mask")
+    attention_mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    shape = (input_ids.shape[0], columns)
+    if attention_mask is not None and attention_mask.shape != shape:
+        raise ValueError(
+            f"`attention_mask` must have one entry per token of the prompts, {shape}, got "
+            f"{tuple(attention_mask.shape)}."
+        )
+    if positions is not None and positions.shape not in (shape, (1, columns)):
+        raise ValueError(
+            f"`position_ids`, or the `attention_mask` that they are counted from, must have one entry per token of "
+            f"the prompts, {shape}, got {tuple(positions.shape)}."
+        )
     if attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
         raise ValueError(
             "The prompts are padded on the right, so new tokens would follow padding. Set "
@@ -142,7 +216,6 @@ def refuse_inputs(
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if limit is None:
         return
-    positions = model_kwargs.get("position_ids")
     longest = input_ids.shape[1] if positions is None else int(positions[..., -1].max()) + 1
     total = longest + config.max_length - input_ids.shape[1]
     if total > limit:
@@ -164,6 +237,11 @@ def refuse_prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
         )
     if cache is None or not cache.order:
         return
+    if cache.hidden:
+        raise ValueError(
+            "The `cache` began with `inputs_embeds` that had no ids, so a text of ids cannot be told to continue it. "
+            "Pass the whole text without `cache`, or in the first turn `input_ids` beside `inputs_embeds`."
+        )
     if embeds is not None:
         raise ValueError("MARS continues a cache with `input_ids` only. Leave out `inputs_embeds` or `cache`.")
     if len(cache.order) != input_ids.shape[0] or max(cache.host_cursor) >= input_ids.shape[1]:

@@ -100,6 +100,7 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
             "MARS decoding needs the id of the [MASK] token, and `generation_config.mars_mask_token_id` is not set. "
             "Load a checkpoint that `MarsSFTTrainer` saved, or pass it: `get_mars_model(model, mask_token_id=...)`."
         )
+    check_count("mars_mask_token_id", mask_token_id, 0)
     check_ranges(config)
     cache_block_size = config.mars_cache_block_size
     options = MarsOptions(None, block_size, mask_token_id, config.mars_cache, cache_block_size, config.mars_confidence)
@@ -195,10 +196,10 @@ def check_threshold(threshold: Any, confidence: str, batch: int | None = None) -
         raise ValueError(
             f"`mars_threshold` must be a number, one number per row, or a callable, got {threshold!r}."
         ) from error
-    if values.ndim > 1 or (values.ndim == 1 and batch is not None and values.shape[0] != batch):
+    if values.ndim > 1 or values.numel() == 0 or (values.ndim == 1 and batch not in (None, values.shape[0])):
+        rows = "" if batch is None else f" ({batch} rows)"
         raise ValueError(
-            f"`mars_threshold` must be one number or one per row of the batch ({batch} rows), got "
-            f"shape {tuple(values.shape)}."
+            f"`mars_threshold` must be one number or one per row of the batch{rows}, got shape {tuple(values.shape)}."
         )
     # Looking at values that live on an accelerator would make the host wait for it, each step.
     if values.device.type == "cpu":

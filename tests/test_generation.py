@@ -11,9 +11,12 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
     DynamicCache,
+    FalconConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    OpenAIGPTConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3NextConfig,
@@ -60,6 +63,21 @@ REFUSALS = {
         {"mars_cache": "block", "mars_cache_block_size": 3},
         "`mars_cache_block_size` must be an integer of at least 4",
     ),
+    "no thresholds": ({"mars_threshold": []}, r"one per row of the batch, got shape \(0,\)"),
+    "mask token beyond": ({"mars_mask_token_id": 61}, "`mars_mask_token_id` is 61, and the model has 61 tokens"),
+    "mask token negative": ({"mars_mask_token_id": -1}, "`mars_mask_token_id` must be an integer of at least 0"),
+    "mask token text": ({"mars_mask_token_id": "[MASK]"}, "`mars_mask_token_id` must be an integer of at least 0"),
+    "choices": (
+        {**LOSSLESS, "mars_draft_choices": 61, "mars_tree_budget": 8},
+        "`mars_draft_choices` is 61, and besides .MASK. the model has 60 tokens",
+    ),
+    "wide mask": ({"attention_mask": torch.eye(2, 8)}, r"`attention_mask` must have .* \(2, 6\), got \(2, 8\)"),
+    "narrow mask": ({"attention_mask": torch.eye(2, 3)}, r"`attention_mask` must have .* \(2, 6\), got \(2, 3\)"),
+    "mask of one row": ({"attention_mask": torch.eye(1, 6)}, r"`attention_mask` must have .* got \(1, 6\)"),
+    "wide mask of ones": ({"attention_mask": torch.ones(2, 8)}, r"must have .* \(2, 6\), got \(2, 8\)"),
+    "positions": ({"position_ids": torch.arange(4)[None]}, r"`position_ids`, or .* \(2, 6\), got \(1, 4\)"),
+    "no tokens": ({"input_ids": torch.ones(1, 0).long(), "attention_mask": None}, "There is no prompt to continue"),
+    "no rows": ({"input_ids": torch.ones(0, 2).long(), "attention_mask": None}, "There is no prompt to continue"),
     "length": ({"max_new_tokens": 250}, "take 256 positions, and the model has 255"),
     "streamer": ({"streamer": BaseStreamer}, "A `streamer` takes one row"),
 }
@@ -80,7 +98,7 @@ def test_refused_before_any_forward_pass(case, untouchable):
         kwargs["streamer"] = type("Silent", (BaseStreamer,), {"put": lambda *_: None, "end": lambda *_: None})()
     with pytest.raises(ValueError, match=message):
         untouchable.generate(
-            **left_pad(random_prompts([6, 4])), **{"mars_threshold": 0.5, "max_new_tokens": 8, **kwargs}
+            **{**left_pad(random_prompts([6, 4])), "mars_threshold": 0.5, "max_new_tokens": 8, **kwargs}
         )
 
 
@@ -122,6 +140,27 @@ def test_encoder_decoders_and_linear_attention_are_refused():
     )
     with pytest.raises(ValueError, match="linear_attention layers"):
         hybrid.generate(torch.tensor([[3, 4]]), mars_threshold=0.5)
+
+
+MODELS = {
+    "encoder": (BertConfig, {}, "is an encoder: its tokens see those behind them"),
+    "no cache": (OpenAIGPTConfig, {}, "takes no cache. Set `mars_cache='none'`"),
+    "alibi": (FalconConfig, {"alibi": True}, "ALiBi biases of `falcon` count the slots of the cache"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_cannot_decode_with_mars_are_refused(case):
+    config_class, settings, message = MODELS[case]
+    config = config_class(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, **settings
+    )
+    model = get_mars_model(AutoModelForCausalLM.from_config(config), mask_token_id=19)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a forward pass before the refusal"))
+    for mode in ({"mars_threshold": 0.5}, LOSSLESS):
+        with pytest.raises(ValueError, match=message):
+            model.generate(torch.tensor([[3, 4]]), max_new_tokens=4, **mode)
 
 
 def test_same_object_and_stock_name():
@@ -187,6 +226,27 @@ def test_peft_models_generate(tmp_path):
     with model.disable_adapter():
         off = model.generate(**inputs, max_new_tokens=12, do_sample=False, mars_threshold=0.1)
     assert torch.equal(off, without)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens_of_peft_are_refused(kind):
+    peft = pytest.importorskip("peft")
+    adapter = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_mars_model(peft.get_peft_model(tiny_model(), adapter))
+    inputs = left_pad(random_prompts([6, 4]))
+    for mode in ({"mars_threshold": 0.5}, {"mars_threshold": 0.5, "mars_cache": "none"}, LOSSLESS):
+        with pytest.raises(ValueError, match="puts virtual tokens in front of the prompt"):
+            model.generate(**inputs, max_new_tokens=4, **mode)
+
+
+def test_adapters_by_row_are_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    inputs, adapters = left_pad(random_prompts([6, 4])), {"adapter_names": ["default", "__base__"]}
+    get_mars_model(model).eval()
+    with pytest.raises(ValueError, match="`adapter_names` counts the rows of a batch"):
+        model.generate(**inputs, **adapters, max_new_tokens=4, mars_threshold=0.5)
+    model.generate(**inputs, max_new_tokens=4, mars_threshold=0.5)
 
 
 class Decoder:

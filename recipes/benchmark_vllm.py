@@ -1,4 +1,4 @@
-"""Time a MARS checkpoint in vLLM: plain autoregressive, vLLM's own n-gram speculation, and MARS, on the same prompts.
+"""Time a MARS checkpoint in vLLM: autoregressive, by n-gram speculation, drafting for itself, and MARS, same prompts.
 
 Runs in vLLM's environment (docs/vllm.md):
 
@@ -27,6 +27,14 @@ SPECULATION: dict[str, dict[str, Any]] = {
             "num_speculative_tokens": 3,
             "prompt_lookup_max": 4,
             "prompt_lookup_min": 2,
+        }
+    },
+    # vLLM's own way to draft with [MASK]s: the checkpoint once more, as the draft model of itself.
+    "draft model": {
+        "speculative_config": {
+            "method": "draft_model",
+            "num_speculative_tokens": 3,
+            "parallel_drafting": True,
         }
     },
     "MARS": {
@@ -58,6 +66,9 @@ def measure(arguments: argparse.Namespace) -> None:
     """One engine: a line of JSON for each setting and number of requests."""
     from vllm import LLM, SamplingParams
 
+    speculation = SPECULATION[arguments.engine]
+    if arguments.engine == "draft model":
+        speculation["speculative_config"]["model"] = arguments.checkpoint
     engine = LLM(
         arguments.checkpoint,
         dtype=arguments.dtype,
@@ -67,7 +78,7 @@ def measure(arguments: argparse.Namespace) -> None:
         generation_config="vllm",
         enable_prefix_caching=False,
         enforce_eager=True,
-        **SPECULATION[arguments.engine],
+        **speculation,
     )
     lines = arguments.data.read_text().splitlines()[: arguments.prompts]
     chats: list[Any] = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]

@@ -176,6 +176,9 @@ def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
     config = config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        # GPT-Neo's layers add a window of their own, which counts places in the sequence or the cache, not positions.
+        kinds = kinds | {"local_attention"}
     if getattr(config, "attention_chunk_size", None) is not None:
         kinds = kinds or {"chunked_attention"}
     if not kinds:

@@ -14,6 +14,7 @@ from transformers import (
     BertConfig,
     DynamicCache,
     FalconConfig,
+    GPTNeoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     OpenAIGPTConfig,
@@ -145,6 +146,7 @@ def test_encoder_decoders_and_linear_attention_are_refused():
 MODELS = {
     "encoder": (BertConfig, {}, "is an encoder: its tokens see those behind them"),
     "no cache": (OpenAIGPTConfig, {}, "takes no cache. Set `mars_cache='none'`"),
+    "local": (GPTNeoConfig, {"attention_types": [[["local"], 1]]}, "has local_attention layers"),
     "alibi": (FalconConfig, {"alibi": True}, "ALiBi biases of `falcon` count the slots of the cache"),
 }
 
@@ -153,9 +155,10 @@ MODELS = {
 @pytest.mark.filterwarnings("ignore")
 def test_models_that_cannot_decode_with_mars_are_refused(case):
     config_class, settings, message = MODELS[case]
-    config = config_class(
-        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, **settings
-    )
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    if config_class is GPTNeoConfig:
+        shape = {"num_layers": 1, "num_heads": 2}
+    config = config_class(vocab_size=20, hidden_size=16, intermediate_size=16, **shape, **settings)
     model = get_mars_model(AutoModelForCausalLM.from_config(config), mask_token_id=19)
     model.register_forward_pre_hook(lambda *_: pytest.fail("a forward pass before the refusal"))
     for mode in ({"mars_threshold": 0.5}, LOSSLESS):

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file, has_file
@@ -17,35 +18,62 @@ AUTHORS_MASK_TOKEN = "<|mask|>"
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
-# Where PEFT saves the embedding of a base that got new rows, such as that of [MASK].
-GROWN_EMBEDDING = "token_adapter.base_layer.weight"
+# Where PEFT saves the magnitudes of DoRA; transformers, loading an adapter, leaves them as they were before training.
+MAGNITUDE = ".lora_magnitude_vector"
+PEFT_PREFIX = "base_model.model."
 
 
 def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-    """Load what `AutoModelForCausalLM.from_pretrained` loads, and adapters whose base has fewer embedding rows."""
+    """Load what `AutoModelForCausalLM.from_pretrained` loads, and the adapters that it does not load as trained.
+
+    These are adapters whose base has fewer embedding rows, and DoRA's.
+    """
     kwargs = known_kwargs(path, kwargs)
-    rows = _adapter_rows(path, kwargs)
-    if rows is None:
+    shapes = _adapter_shapes(path, kwargs)
+    if not shapes:
         return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs)
     hub = {name: kwargs.pop(name) for name in ("revision", "subfolder") if name in kwargs}
     base = _read_json(path, "adapter_config.json", kwargs | hub)["base_model_name_or_path"]
-    # transformers would load the adapter into a base without the rows that training added.
-    if AutoConfig.from_pretrained(base, **_hub_kwargs(kwargs)).get_text_config().vocab_size >= rows:
+    has_magnitudes = any(name.endswith(MAGNITUDE) for name in shapes)
+    config = AutoConfig.from_pretrained(
+        base, **_hub_kwargs(kwargs), trust_remote_code=kwargs.get("trust_remote_code", False)
+    )
+    rows = config.get_text_config().vocab_size
+    grown = any(_is_whole(name, shape) and shape[0] > rows for name, shape in shapes.items())
+    if not grown and not has_magnitudes:
         return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs, **hub)
     model = AutoModelForCausalLM.from_pretrained(base, *args, **kwargs)
-    model.resize_token_embeddings(rows, mean_resizing=False)
+    # transformers would load the adapter into a base without the rows that training added.
+    embedding = model.get_input_embeddings()
+    place = PEFT_PREFIX + next(name for name, module in model.named_modules() if module is embedding) + "."
+    saved_rows = [shape[0] for name, shape in shapes.items() if name.startswith(place) and _is_whole(name, shape)]
+    if max(saved_rows, default=0) > embedding.weight.shape[0]:
+        model.resize_token_embeddings(max(saved_rows), mean_resizing=False)
     origin: dict[str, Any] = _hub_kwargs(kwargs) | hub
     model.load_adapter(str(path), adapter_kwargs=origin)
+    if has_magnitudes:
+        from peft import set_peft_model_state_dict
+
+        weights = load_file(_adapter_file(path, origin))
+        set_peft_model_state_dict(model, {name.removeprefix(PEFT_PREFIX): value for name, value in weights.items()})
     return model
 
 
-def _adapter_rows(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> int | None:
-    """Embedding rows that an adapter was trained with, where it says so; None for all else."""
+def _is_whole(name: str, shape: list[int]) -> bool:
+    """Whether a tensor of an adapter is the weight of a layer, and not what PEFT adds to one."""
+    return name.endswith(".weight") and len(shape) == 2 and ".lora_" not in name
+
+
+def _adapter_shapes(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, list[int]]:
+    """The shapes of an adapter's tensors by name; empty for all else."""
     if kwargs.get("gguf_file") is not None or not _has_file(path, "adapter_config.json", kwargs):
-        return None
-    with safe_open(cached_file(path, "adapter_model.safetensors", **_hub_kwargs(kwargs)), "pt") as weights:
-        grown = [weights.get_slice(name).get_shape()[0] for name in weights.keys() if name.endswith(GROWN_EMBEDDING)]  # noqa: SIM118
-    return max(grown, default=None)
+        return {}
+    with safe_open(_adapter_file(path, kwargs), "pt") as weights:
+        return {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+
+
+def _adapter_file(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> str:
+    return cached_file(path, "adapter_model.safetensors", **_hub_kwargs(kwargs))
 
 
 def _read_json(path: str | os.PathLike[str], name: str, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class Saved(NamedTuple):
 def train(model: object, folder: Path, **options: object) -> MarsSFTTrainer:
     """A trainer after one step, whose `create_model_card` and `save_model` have written what a push would upload."""
     peft_config = options.pop("peft_config", None)
-    args = MarsSFTConfig(str(folder), max_steps=1, mars_block_size=3, hub_token=TOKEN, logging_steps=1, **QUIET)
+    fields = {"max_steps": 1, "mars_block_size": 3, "hub_token": TOKEN, "logging_steps": 1, **QUIET, **options}
+    args = MarsSFTConfig(str(folder), **fields)
     dataset = Dataset.from_list(DATA)
     dataset.info.download_checksums = {"hf://datasets/owner/words@123abc/data/train.parquet": {}}
     torch.manual_seed(0)
@@ -336,6 +337,33 @@ def test_no_token_in_what_is_pushed(saved: Saved, adapter: Saved):
     for made in (copy.copy(saved.trainer.args), copy.deepcopy(saved.trainer.args)):
         assert made.hub_token == TOKEN
         assert type(made) is MarsSFTConfig
+
+
+ADAPTERS = {
+    "dora": {"use_dora": True},
+    "dora on the embedding": {"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]},
+    "on the embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "beside the embedding": {"modules_to_save": ["embed_tokens"]},
+    "beside both": {"modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+# PEFT, when it saves an adapter on the embedding.
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True` as embedding layers found:UserWarning")
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("rows", [261, 272])
+def test_adapters_load_as_they_were_trained(rows: int, kind: str, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": rows})).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **ADAPTERS[kind]})
+    options = {"peft_config": config, "learning_rate": 0.1}
+    trainer = train(lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter", **options)
+    ids = torch.tensor([[70, 71, 261, 261, 72]])
+    # A new row of the head that no adapter holds is drawn anew; no text has the token.
+    expected = trainer.model.eval()(ids).logits[..., :261]
+    logits = AutoMarsModelForCausalLM.from_pretrained(tmp_path / "adapter")(ids).logits[..., :261]
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_adapter(adapter: Saved, tmp_path: Path):

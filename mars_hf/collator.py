@@ -110,7 +110,9 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
         """The tokens and labels of an example, and the lengths of its documents."""
         ids = _as_ids(example["input_ids"])
         labels = _as_ids(example.get("labels", example["input_ids"])).clone()
-        lengths = list(example.get("seq_lengths") or [len(ids)])
+        given = example.get("seq_lengths")
+        # Datasets that are formatted as tensors give the lengths as one.
+        lengths = [len(ids)] if given is None or len(given) == 0 else [int(length) for length in given]
         if self.padding_free or "seq_lengths" in example:
             # As in `SFTTrainer`: nothing predicts them, and `Trainer` leaves out only the first of a row.
             labels[[sum(lengths[:i]) for i in range(len(lengths)) if lengths[i]]] = -100

@@ -89,4 +89,5 @@ def _router_loss(config: PreTrainedConfig, router_logits: tuple[Tensor, ...], ro
     config = config.get_text_config()
     chosen = routed.flatten()
     logits = tuple(layer[chosen.to(layer.device)] for layer in router_logits)
-    return load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok)
+    experts = getattr(config, "num_experts", None)  # some families name it as Mixtral did
+    return load_balancing_loss_func(logits, experts or config.num_local_experts, config.num_experts_per_tok)

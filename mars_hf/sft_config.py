@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import numbers
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -76,7 +77,7 @@ class MarsSFTConfig(SFTConfig):
             )
         for name in ("mars_ar_weight", "mars_mask_weight"):
             weight = getattr(self, name)
-            if not math.isfinite(weight) or weight < 0:
+            if not _is_number(weight) or weight < 0:
                 raise ValueError(f"`{name}` must be a finite number of at least 0, got {weight!r}.")
         if self.mars_ar_weight == 0 and self.mars_mask_weight == 0:
             raise ValueError("`mars_ar_weight` and `mars_mask_weight` are both 0: nothing would be trained. Set one.")
@@ -84,7 +85,14 @@ class MarsSFTConfig(SFTConfig):
             raise ValueError(
                 f"`mars_block_offset` must be one of {', '.join(BLOCK_OFFSETS)}, got {self.mars_block_offset!r}."
             )
-        if not 0 <= self.mars_block_curriculum < 1:
+        if self.mars_mask_token is not None and (
+            not isinstance(self.mars_mask_token, str) or not self.mars_mask_token
+        ):
+            raise ValueError(
+                f"`mars_mask_token` must be the text of a token, got {self.mars_mask_token!r}. Leave it unset to take "
+                "the tokenizer's own mask token, or to add one."
+            )
+        if not _is_number(self.mars_block_curriculum) or not 0 <= self.mars_block_curriculum < 1:
             raise ValueError(
                 "`mars_block_curriculum` must be at least 0 and below 1, or blocks never reach `mars_block_size`; "
                 f"got {self.mars_block_curriculum!r}."
@@ -105,6 +113,10 @@ class MarsSFTConfig(SFTConfig):
         memo[id(self)] = new = object.__new__(type(self))
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def block_size_at(args: TrainingArguments, step: int, max_steps: int) -> int:

@@ -151,6 +151,15 @@ def test_tokenized_rows_need_no_preparation(tmp_path):
     assert losses == pytest.approx(losses[:1] * 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_rows_that_are_tensors(tmp_path, kind):
+    rows = [{"input_ids": list(range(5, 11)), "labels": list(range(5, 11)), "seq_lengths": [2, 4]}] * 2
+    trainer = make_trainer(tmp_path, data=rows, mars_block_size=3, dataset_kwargs={"skip_prepare_dataset": True})
+    plain, formatted = (trainer.data_collator(list(trainer.train_dataset.with_format(form))) for form in (None, kind))
+    for name, value in plain.items():
+        assert torch.equal(formatted[name], value), name
+
+
 def test_several_datasets_to_evaluate_on(tmp_path):
     parts = {"short": PROMPT[:2], "long": PROMPT[2:]}
     trainer = make_trainer(

@@ -23,24 +23,37 @@ class MaskToken(NamedTuple):
     id: int
 
 
-def find_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None = None) -> MaskToken:
+def find_mask_token(
+    tokenizer: PreTrainedTokenizerBase, mask_token: str | None = None, **roles: str | None
+) -> MaskToken:
     """Decide on the mask token without changing the tokenizer.
 
     Args:
         mask_token: the token to use. None takes the tokenizer's own mask token, or `<|mask|>` if it has none.
+        roles: special tokens that the tokenizer is going to have, such as `pad_token`; None where it keeps its own.
 
     Raises:
-        ValueError: if the token already means the end, the start, padding or an unknown token.
+        ValueError: if the token already means the end, the start, padding or an unknown token, or is a piece of
+            ordinary text.
     """
     text = mask_token or tokenizer.mask_token or DEFAULT_MASK_TOKEN
     for role in ("eos_token", "bos_token", "pad_token", "unk_token"):
-        if getattr(tokenizer, role) == text:
+        if text in (getattr(tokenizer, role), roles.get(role)):
             raise ValueError(
                 f"The mask token {text!r} is the tokenizer's `{role}`. For MARS a mask token is a slot to be filled, "
                 "so it can have no other meaning. Set another mask token (`mars_mask_token` in training), or leave it "
                 "unset to add one."
             )
-    return MaskToken(text, tokenizer.get_vocab().get(text, len(tokenizer)))
+    known = tokenizer.get_vocab().get(text)
+    if known is not None and text not in tokenizer.get_added_vocab():
+        stands_for = tokenizer.decode([known])
+        if tokenizer.encode(stands_for, add_special_tokens=False) == [known]:
+            raise ValueError(
+                f"The mask token {text!r} is an ordinary token: it stands for {stands_for!r} in any text, and a "
+                "[MASK] could not be told from it. Set a special token (`mars_mask_token` in training), or leave it "
+                "unset to add one."
+            )
+    return MaskToken(text, len(tokenizer) if known is None else known)
 
 
 def add_mask_token(
@@ -95,11 +108,19 @@ def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskTok
         `peft_config`, or where that would leave the row untrained, a copy that trains it.
 
     Raises:
-        ValueError: if the row cannot be added, because the model is wrapped already or the adapter trains no rows.
+        ValueError: if the row cannot be added, because the model is wrapped already or the adapter trains no rows; for
+            adapters that put virtual tokens before the text.
     """
     is_wrapped = is_peft_model(model)
     base_model = model.get_base_model() if is_wrapped else model
     configs = [model.peft_config[name] for name in model.active_adapters] if is_wrapped else [peft_config]
+    if prompts := sorted(
+        {type(config).__name__ for config in configs if getattr(config, "is_prompt_learning", False)}
+    ):
+        raise ValueError(
+            f"`{', '.join(prompts)}` puts virtual tokens before the text, and MARS has no place for them in its two "
+            "streams. Use `LoraConfig`."
+        )
     if configs == [None] or getattr(base_model.generation_config, "mars_mask_token_id", None) == mask_token.id:
         return peft_config
     embedding = base_model.get_input_embeddings()
@@ -121,6 +142,14 @@ def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskTok
         raise ValueError(
             f"{untrained} The model is wrapped already. Wrap it with `trainable_token_indices="
             f"{{{name!r}: [{mask_token.id}]}}`, or pass the base model and `peft_config` to the trainer."
+        )
+    head = next(
+        (name for name, module in base_model.named_modules() if module is base_model.get_output_embeddings()), ""
+    )
+    if base_model.config.get_text_config().tie_word_embeddings and _is_named(peft_config.modules_to_save, head):
+        raise ValueError(
+            f"{untrained} Its head `{head}` is tied to the embedding and trained as a copy, beside which PEFT cannot "
+            f"train single rows. Set `modules_to_save=[{name!r}, {head!r}]`, or leave the head out."
         )
     logger.warning(
         f"The mask token {mask_token.text!r} is new to the model, so its embedding is trained besides the adapter: "

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+from .mask_token import MaskToken
 from .masks import attention_windows
 
 TRAINING_ATTENTION = ("sdpa", "eager", "flex_attention")
+# Models from before masks were shared, which make theirs inside.
+OWN_MASKS = ("openai-gpt", "xlm")
 
 
 def refuse_arguments(
@@ -86,6 +89,17 @@ def refuse_config(config: PreTrainedConfig, device: torch.device) -> None:
             "model."
         )
     attention_windows(config)
+    if config.model_type in OWN_MASKS:
+        raise ValueError(
+            f"MARS needs a model that takes a custom attention mask, and `{config.model_type}` takes no other mask "
+            "than one of padding. Use a newer architecture."
+        )
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise ValueError(
+            f"`{config.model_type}` has local attention layers, which count how far tokens stand apart in the row "
+            "and not by their positions, so the masked stream would see other tokens than it may. Use a model without "
+            "them."
+        )
     implementation = config.get_text_config()._attn_implementation
     if implementation == "flex_attention" and device.type == "cpu":
         raise ValueError(
@@ -106,7 +120,8 @@ def refuse_model(model: PreTrainedModel, device: torch.device) -> None:
         device: where the model is trained.
 
     Raises:
-        ValueError: for a model that cannot be told positions, and as `refuse_config`.
+        ValueError: for a model that cannot be told positions or whose logits are more than its LM head gives, and as
+            `refuse_config`.
     """
     refuse_config(model.config, device)
     text_config = model.config.get_text_config()
@@ -115,4 +130,30 @@ def refuse_model(model: PreTrainedModel, device: torch.device) -> None:
         raise ValueError(
             "MARS gives both streams the same positions, so it needs a model that reads `position_ids`, and "
             f"`{type(model).__name__}` does not. Use a model with rotary or learned positions."
+        )
+    head, backbone = model.get_output_embeddings(), model.base_model
+    scored = {id(weight) for part in (backbone, head) if part is not None for weight in part.parameters()}
+    further = [name for name, weight in model.named_parameters() if id(weight) not in scored]
+    if head is None or backbone is model or further:
+        between = f": it has more than these (`{further[0]}`)" if further else ": it does not keep them apart"
+        raise ValueError(
+            "MARS scores tokens by the LM head on the last hidden state of the backbone, and "
+            f"`{type(model).__name__}` does not make its logits so{between}. Use a causal language model with a plain "
+            "linear head."
+        )
+
+
+def refuse_optimizer(optimizer: Any, model: PreTrainedModel, mask_token: MaskToken) -> None:
+    """Refuse an optimizer that was made before the embedding grew; None is fine.
+
+    Raises:
+        ValueError: if the mask token has no row in the embedding yet.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if optimizer is not None and mask_token.id >= rows:
+        raise ValueError(
+            f"The mask token {mask_token.text!r} has id {mask_token.id} and the embedding has {rows} rows, so it has "
+            "to grow, and the optimizer in `optimizers` would go on with the old weights. Call "
+            "`add_mask_token(tokenizer, model)` before you make the optimizer, or set `optimizer_cls_and_kwargs` "
+            "instead."
         )

@@ -32,7 +32,7 @@ from .mask_token import add_mask_token, find_mask_token, train_mask_row
 from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
 from .modeling import get_mars_model
 from .packing import pack_wrapped
-from .refusals import refuse_arguments, refuse_model, refuse_parallelism, refuse_processor
+from .refusals import refuse_arguments, refuse_model, refuse_optimizer, refuse_parallelism, refuse_processor
 from .sft_config import MarsSFTConfig, as_mars_config, block_size_at
 from .stream_log import log_clean_stream, log_streams
 from .streams import batch_layout, clean_rows
@@ -97,7 +97,7 @@ class MarsSFTTrainer(SFTTrainer):
                 # Used up: `SFTTrainer` would warn that a loaded model ignores them.
                 quantization_config, args.model_init_kwargs = None, None
             processing_class, peft_config = self._prepare_mask_token(
-                model, args, processing_class, peft_config, (model_init_kwargs or {}).get("revision")
+                model, args, processing_class, peft_config, (model_init_kwargs or {}).get("revision"), optimizers[0]
             )
         try:
             super().__init__(
@@ -138,6 +138,7 @@ class MarsSFTTrainer(SFTTrainer):
         processing_class: Any,
         peft_config: Any,
         revision: str | None,
+        optimizer: torch.optim.Optimizer | None,
     ) -> tuple[PreTrainedTokenizerBase, Any]:
         """Refuse what the model rules out, then give it and its tokenizer the mask token.
 
@@ -147,7 +148,10 @@ class MarsSFTTrainer(SFTTrainer):
         refuse_model(_base_model(model), args.device)
         if processing_class is None:
             processing_class = load_tokenizer(model, args, revision)
-        mask_token = find_mask_token(processing_class, args.mars_mask_token)
+        mask_token = find_mask_token(
+            processing_class, args.mars_mask_token, eos_token=args.eos_token, pad_token=args.pad_token
+        )
+        refuse_optimizer(optimizer, model, mask_token)
         peft_config = train_mask_row(model, peft_config, mask_token)
         # An adapter is loaded on the base model, which PEFT grows to just the tokenizer's length.
         pad_to_multiple_of = 64 if peft_config is None else None
@@ -156,7 +160,7 @@ class MarsSFTTrainer(SFTTrainer):
 
     def _finish_mars(self) -> None:
         """Swap the collator for the two-stream one, and record in the model what decoding must know."""
-        # Again, because `SFTTrainer` may have set a new end or padding token.
+        # Again, because a cloned chat template may have brought a new end token.
         find_mask_token(self._tokenizer)
         self.data_collator = DataCollatorForMars(
             pad_token_id=self._tokenizer.pad_token_id,
@@ -194,6 +198,21 @@ class MarsSFTTrainer(SFTTrainer):
             if self.args.mars_block_offset == "random" or block_size != self.args.mars_block_size:
                 batches = [self.data_collator.regrid(batch, step, block_size) for batch in batches]
         return batches, num_items_in_batch
+
+    def _track_num_input_tokens(self, inputs):
+        if self._has_masked_stream:
+            clean = clean_rows(inputs)
+            inputs = {"input_ids": clean["input_ids"], "attention_mask": clean["is_real"]}
+        super()._track_num_input_tokens(inputs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if self._has_masked_stream and "inputs" in self.args.include_for_metrics:
+            # `Trainer` reads them afterwards, for `compute_metrics`.
+            clean = {**self._clean_inputs(inputs), "labels": inputs["labels"]}
+            inputs.clear()
+            inputs.update(clean)
+        return result
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self._has_masked_stream:

@@ -28,7 +28,7 @@ TABLE = {
     "mask_token": set(),
     "streams": {"masks"},
     "collator": {"masks", "streams"},
-    "refusals": {"masks"},
+    "refusals": {"masks", "mask_token"},
     "end_of_turn": set(),
     "fused_head": set(),
     "sft_config": {"collator"},

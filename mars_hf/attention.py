@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -56,10 +56,13 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 @contextmanager
-def grouped_heads(config: PreTrainedConfig) -> Iterator[None]:
-    """Let a model whose attention is `sdpa` use `grouped_attention`, for as long as the context lasts."""
-    config = config.get_text_config()
-    if config._attn_implementation not in ("sdpa", GROUPED):
+def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model whose attention is `sdpa` use `grouped_attention`, for as long as the context lasts.
+
+    Models that do not look their attention up by its name (Falcon compares it with "sdpa") keep theirs.
+    """
+    config = model.config.get_text_config()
+    if config._attn_implementation not in ("sdpa", GROUPED) or not model._supports_attention_backend:
         yield
         return
     config._attn_implementation = GROUPED

@@ -5,7 +5,7 @@ Shapes: N rows still decoding of the batch's R, B the window (MARS block size), 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers.generation import (
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -57,7 +58,9 @@ class Chooser:
         processors: LogitsProcessorList,
         mask_token_id: int,
     ) -> None:
-        self.state, self.processors, self.samples = state, processors, config.do_sample
+        self.state, self.samples = state, config.do_sample
+        self.processors = type(processors)(self._about_asked_rows(processor) for processor in processors)
+        self.asked: set[int] = set()
         self.needs_prefix = not all(type(processor) in PREFIX_FREE for processor in processors)
         wants = config.return_dict_in_generate
         self.scores = TokenRecord(state) if wants and config.output_scores else None
@@ -86,6 +89,7 @@ class Chooser:
         about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read.
         """
         state = self.state
+        self.asked = {state.host_rows[member] for member in members}
         scores = logits.new_zeros(state.batch, logits.shape[-1])
         scores[state.rows] = self._ban_mask(logits)
         scores = self.processors(state.tokens[:, state.hidden : column], scores)[state.rows[members]]
@@ -99,6 +103,15 @@ class Chooser:
         for record, values in ((self.logits, logits), (self.scores, scores)):
             if record is not None:
                 record.write(rows, columns - self.state.prompt, values)
+
+    def _about_asked_rows(self, processor: Any) -> Any:
+        """A `prefix_allowed_tokens_fn` knows what to say about texts, not about rows that end with [MASK]s."""
+        if not isinstance(processor, PrefixConstrainedLogitsProcessor):
+            return processor
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(
+            lambda row, text: allowed(row, text) if row in self.asked else [0], num_beams=1
+        )
 
     def _ban_mask(self, scores: Tensor) -> Tensor:
         """A [MASK] is never a token of the text."""

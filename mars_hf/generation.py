@@ -125,6 +125,13 @@ class MarsGenerationMixin(GenerationMixin):
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         # Custom entries survive in a generation config, but as arguments they are only merged into one that has them.
         given = {name: kwargs.pop(name) for name in DEFAULTS if name in kwargs}
+        if any(
+            callable(getattr(config, "mars_threshold", None)) for config in (generation_config, self.generation_config)
+        ):
+            raise ValueError(
+                "A generation config is copied for every call, and a callable `mars_threshold` in it, which then "
+                "would not turn while a request runs. Pass it to the call, `generate(mars_threshold=...)`."
+            )
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         for name, default in DEFAULTS.items():
             value = given.get(name, getattr(generation_config, name, None))
@@ -218,14 +225,14 @@ class MarsGenerationMixin(GenerationMixin):
             )
         # The stopping criteria have the tokenizer already; the model's forward does not want it.
         model_kwargs.pop("tokenizer", None)
+        if isinstance(options.threshold, Tensor):
+            options.threshold = expand_threshold(options.threshold, input_ids.shape[0], generation_config)
         if takes_stock_path(options, model_kwargs.get("cache")):
             ends = EndRecorder(stopping_criteria)
             output = super()._sample(
                 input_ids, logits_processor, ends, generation_config, synced_gpus, streamer, **model_kwargs
             )
             return ends.as_mars_output(output) if generation_config.return_dict_in_generate else output
-        if isinstance(options.threshold, Tensor):
-            options.threshold = expand_threshold(options.threshold, input_ids.shape[0], generation_config)
         if options.is_autoregressive:
             options.block_size = 1
         refuse_processors(logits_processor)
@@ -238,7 +245,7 @@ class MarsGenerationMixin(GenerationMixin):
         decoder = MarsDecoder(
             self, input_ids, options, generation_config, logits_processor, stopping_criteria, streamer, model_kwargs
         )
-        with self._optimize_model_for_decode(), grouped_heads(self.config), few_token_products(self):
+        with self._optimize_model_for_decode(), grouped_heads(self), few_token_products(self):
             return decoder.run()
 
 

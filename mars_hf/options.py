@@ -101,6 +101,11 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
             "Load a checkpoint that `MarsSFTTrainer` saved, or pass it: `get_mars_model(model, mask_token_id=...)`."
         )
     check_count("mars_mask_token_id", mask_token_id, 0)
+    if config.eos_token_id is not None and mask_token_id in torch.as_tensor(config.eos_token_id).flatten().tolist():
+        raise ValueError(
+            f"The [MASK] token {mask_token_id} is an `eos_token_id` too. It is never a token of the text, so no text "
+            "would end with it. Set `mars_mask_token_id` to the id that the model was trained with."
+        )
     check_ranges(config)
     cache_block_size = config.mars_cache_block_size
     options = MarsOptions(None, block_size, mask_token_id, config.mars_cache, cache_block_size, config.mars_confidence)

@@ -94,12 +94,6 @@ def refuse_config(config: PreTrainedConfig, device: torch.device) -> None:
             f"MARS needs a model that takes a custom attention mask, and `{config.model_type}` takes no other mask "
             "than one of padding. Use a newer architecture."
         )
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        raise ValueError(
-            f"`{config.model_type}` has local attention layers, which count how far tokens stand apart in the row "
-            "and not by their positions, so the masked stream would see other tokens than it may. Use a model without "
-            "them."
-        )
     implementation = config.get_text_config()._attn_implementation
     if implementation == "flex_attention" and device.type == "cpu":
         raise ValueError(

@@ -37,6 +37,8 @@ FAMILIES = {
     "gpt_neox": {},
     "olmo2": {},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    # Compares the name of its attention with "sdpa", where others look it up.
+    "falcon": {},
     "gpt2": {"tie_word_embeddings": False, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
 
@@ -44,6 +46,7 @@ FAMILIES = {
 def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides):
     """A model with MARS generation; its random weights are large enough to be sure of some tokens, not of others."""
     shape = {} if family == "gpt2" else SHAPE
+    shape = {key: value for key, value in shape.items() if family != "falcon" or key != "head_dim"}
     special = {key: SHAPE[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
     config = CONFIG_MAPPING[family](**{**special, **shape, **FAMILIES[family], **overrides})
     torch.manual_seed(seed)

@@ -10,6 +10,7 @@ from decoding_models import left_pad, random_prompts, tiny_model
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from mars_hf import attention
 from mars_hf.attention import grouped_attention, grouped_heads
 
 
@@ -28,6 +29,15 @@ def test_equals_sdpa(heads, queries):
         ours, _ = grouped_attention(*arguments, scaling=0.3)
         stock, _ = sdpa_attention_forward(*arguments, scaling=0.3)
         torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+
+
+def test_many_queries_are_left_to_sdpa(monkeypatch):
+    left = []
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **kwargs: left.append(args[1].shape[2]))
+    for queries in (1, 64, 65):
+        query, states = torch.randn(1, 4, queries, 8), torch.randn(1, 2, 80, 8)
+        grouped_attention(torch.nn.Module(), query, states, states, torch.ones(1, 1, queries, 80, dtype=torch.bool))
+    assert left == [65]
 
 
 def test_steps_do_not_copy_the_cache_for_every_head(monkeypatch):
@@ -64,18 +74,18 @@ def test_the_model_gets_its_attention_back():
 
 
 def test_two_threads_leave_the_attention_as_it_was():
-    config = tiny_model().config
+    model = tiny_model()
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with grouped_heads(config):
+        with grouped_heads(model):
             inside.set()
             leave.wait()
 
     thread = threading.Thread(target=other)
-    with grouped_heads(config):
+    with grouped_heads(model):
         thread.start()
         inside.wait()
     leave.set()
     thread.join()
-    assert config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "sdpa"

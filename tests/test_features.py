@@ -292,6 +292,24 @@ def test_prefix_allowed_tokens():
             assert output.sequences[row, place] in (20 + row, 30 + place % 7)
 
 
+@pytest.mark.parametrize("mode", [{"mars_threshold": 1e-9}, {"mars_lossless": True, "prompt_lookup_num_tokens": 4}])
+def test_prefix_allowed_tokens_knows_only_what_it_has_allowed(mode):
+    """As the tries of constrained decoding: nothing follows a text that they have not let come."""
+
+    def allowed(row, text):
+        if not set(text[9:].tolist()) <= {10 + row, 20 + row}:
+            return []
+        return [10 + row, 20 + row] if len(text) < 15 + 3 * row else [EOS]
+
+    model, inputs = tiny_model(), left_pad(random_prompts([6, 9, 4]))
+    kwargs = {"max_new_tokens": MAX_NEW, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
+    output = model.generate(**inputs, **kwargs, return_dict_in_generate=True, **mode)
+    assert output.accepted_lengths.sum(-1).tolist() == [7, 10, 13]
+    assert output.tokens_per_forward.max() > 1
+    for row, length in enumerate([7, 10, 13]):
+        assert set(output.sequences[row, 9 : 8 + length].tolist()) <= {10 + row, 20 + row}
+
+
 @pytest.mark.parametrize(
     "warper", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"typical_p": 0.7}, {"temperature": 0.5}]
 )

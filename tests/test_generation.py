@@ -37,6 +37,7 @@ REFUSALS = {
     "threshold true": ({"mars_threshold": True}, "must be a number, one number per row, or a callable"),
     "threshold per row": ({"mars_threshold": [0.5, 0.5, 0.5]}, "one per row of the batch"),
     "threshold matrix": ({"mars_threshold": torch.ones(2, 2)}, "one number or one per row"),
+    "one threshold too many, of 1": ({"mars_threshold": [1.0, 1.0, 1.0]}, "one per row of the batch"),
     "callable": ({"mars_threshold": lambda step: 2.0}, r"must be in \(0, 1\]"),
     "entropy": ({"mars_confidence": "entropy", "mars_threshold": -1.0}, "a finite number of nats"),
     "confidence": ({"mars_confidence": "vibes"}, "`mars_confidence` must be one of probability, margin, entropy"),
@@ -101,6 +102,19 @@ def test_refused_before_any_forward_pass(case, untouchable):
         untouchable.generate(
             **{**left_pad(random_prompts([6, 4])), "mars_threshold": 0.5, "max_new_tokens": 8, **kwargs}
         )
+
+
+@pytest.mark.parametrize("eos", [7, [2, 7], torch.tensor([2, 7])])
+def test_a_mask_that_ends_texts_is_refused(untouchable, eos):
+    untouchable.generation_config.mars_mask_token_id = 7
+    with pytest.raises(ValueError, match="is an `eos_token_id` too"):
+        untouchable.generate(**left_pad(random_prompts([6])), mars_threshold=0.5, eos_token_id=eos, max_new_tokens=8)
+
+
+def test_a_callable_in_a_generation_config_is_refused(untouchable):
+    untouchable.generation_config.mars_threshold = lambda step: 0.5
+    with pytest.raises(ValueError, match="Pass it to the call"):
+        untouchable.generate(**left_pad(random_prompts([6])), max_new_tokens=8)
 
 
 def test_right_padding_is_refused(untouchable):

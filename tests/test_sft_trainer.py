@@ -955,7 +955,7 @@ REFUSED_MODELS = {
                 vocab_size=272, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
             )
         ),
-        "`gpt_neo` has local attention layers",
+        "`gpt_neo` has .*local.* layers",
     ),
     "prompts of a trained model": (
         lambda: get_peft_model(trained_before(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),

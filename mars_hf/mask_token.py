@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -44,7 +45,8 @@ def find_mask_token(
                 "so it can have no other meaning. Set another mask token (`mars_mask_token` in training), or leave it "
                 "unset to add one."
             )
-    known = tokenizer.get_vocab().get(text)
+    vocabulary = tokenizer.get_vocab()
+    known = vocabulary.get(text)
     if known is not None and text not in tokenizer.get_added_vocab():
         stands_for = tokenizer.decode([known])
         if tokenizer.encode(stands_for, add_special_tokens=False) == [known]:
@@ -53,7 +55,10 @@ def find_mask_token(
                 "[MASK] could not be told from it. Set a special token (`mars_mask_token` in training), or leave it "
                 "unset to add one."
             )
-    return MaskToken(text, len(tokenizer) if known is None else known)
+    # A new token gets the number of those before it, or where ids have holes, the next one that is free.
+    used = set(vocabulary.values())
+    free = next(number for number in itertools.count(len(tokenizer)) if number not in used)
+    return MaskToken(text, free if known is None else known)
 
 
 def add_mask_token(

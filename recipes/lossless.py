@@ -165,12 +165,15 @@ def draw(path: Path, rows: list[dict]) -> None:
             speeds = [row["against_stock"] for row in curve]
             axes.plot(speeds, [row[key] for row in curve], marker="o", color="black", label="mars_threshold")
             for row in curve:
-                axes.annotate(str(row["setting"]), (row["against_stock"], row[key]), fontsize=7)
+                point = row["against_stock"], row[key]
+                axes.annotate(str(row["setting"]), point, (5, -10), textcoords="offset points", fontsize=7)
             for row in points:
                 marker = "^" if row["setting"] == STOCK_LOOKUP else "s"
                 axes.plot(row["against_stock"], row[key], marker=marker, linestyle="", label=row["setting"])
             axes.set(xlabel="tokens/s, multiple of stock generate", ylabel=label, title=f"batch {size}")
             axes.grid(alpha=0.3)
+            # Shares begin at 0, also where all of them are.
+            axes.set_ylim(bottom=max(axes.get_ylim()[0], -0.02))
         line[-1].legend(fontsize=7, loc="best")
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import SMALL, make_tokenizer
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mars_hf.mask_token import add_mask_token, find_mask_token
@@ -87,3 +88,14 @@ def test_a_peft_model_cannot_grow(tokenizer):
     assert tokenizer.mask_token is None
     roomy = get_peft_model(make_llama(300), LoraConfig(target_modules=["q_proj"]))
     assert add_mask_token(tokenizer, roomy) == 261
+
+
+@pytest.mark.parametrize("highest", [3, 4, 9])
+def test_ids_with_holes(highest):
+    vocabulary = {"a": 0, "b": 1, "[UNK]": 2, "c": highest}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")), unk_token="[UNK]"
+    )
+    expected = find_mask_token(tokenizer).id
+    assert add_mask_token(tokenizer, make_llama(16)) == expected == tokenizer.mask_token_id
+    assert list(tokenizer.get_vocab().values()).count(expected) == 1

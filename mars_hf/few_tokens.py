@@ -21,6 +21,8 @@ from torch.nn.functional import linear
 
 # For one token nothing is repacked, and beyond so many the repacking no longer counts.
 FEWEST, MOST = 2, 64
+# Bytes of a weight from which on it counts: smaller ones lie in a core's own cache, where repacking costs little.
+SMALLEST = 2**18
 # A measurement walks over so many bytes of weights, in pieces: more than a cache of the processor holds of them.
 PIECE, WALK = 2**22, 2**25
 ROUNDS = 3
@@ -68,7 +70,7 @@ def _seconds(product: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, pieces
 def few_token_products(model: nn.Module) -> Iterator[None]:
     """Let the linear layers on the CPU use the faster product for few tokens, for as long as the context lasts.
 
-    Layers that are not plain (subclasses, quantised weights, a `forward` of their own) are left as they are.
+    Layers that are small or not plain (subclasses, quantised weights, a `forward` of their own) are left as they are.
     """
     layers = [module for module in model.modules() if _is_plain(module)]
     alike: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
@@ -90,6 +92,7 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
         and type(module.weight.data) is Tensor
         and module.weight.device.type == "cpu"
         and module.weight.is_floating_point()
+        and module.weight.nbytes >= SMALLEST
         and "forward" not in module.__dict__
     )
 

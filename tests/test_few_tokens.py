@@ -16,6 +16,8 @@ from mars_hf.few_tokens import few_token_products, is_transposed_faster, transpo
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch):
     monkeypatch.setattr(few_tokens, "_IS_TRANSPOSED_FASTER", {})
+    # The layers here are tiny.
+    monkeypatch.setattr(few_tokens, "SMALLEST", 0)
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 8), (2, 5, 8), (1, 1, 8)])
@@ -91,6 +93,13 @@ def test_only_plain_layers_and_few_tokens_without_gradients(monkeypatch):
             model[0](torch.randn(3, 4)).sum().backward()
         assert len(calls) == 2
     assert model[0].weight.grad is not None
+
+
+def test_small_layers_are_left_alone(monkeypatch):
+    monkeypatch.setattr(few_tokens, "SMALLEST", 4 * 16)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    with few_token_products(model):
+        assert ["forward" in layer.__dict__ for layer in model] == [True, False]
 
 
 def test_layers_get_their_forward_back():

@@ -34,6 +34,11 @@ DEFAULTS: dict[str, Any] = {
     "mars_adaptive_window": False,
 }
 CACHES = ("cursor", "block", "none")
+# What turns on MARS in the way that an argument needs, where not both ways do.
+TURNS_ON = {
+    **dict.fromkeys(DRAFT_ARGUMENTS, "`mars_lossless=True`"),
+    **dict.fromkeys(("mars_confidence", "mars_adaptive_window", "mars_cache_block_size"), "`mars_threshold`"),
+}
 
 
 @dataclass
@@ -177,7 +182,7 @@ def refuse_without_effect(config: GenerationConfig, given: Collection[str]) -> N
             continue
         has_effect, instead = effective.get(name, (True, ""))
         if is_off:
-            has_effect, instead = False, "`mars_threshold`, or `mars_lossless=True`"
+            has_effect, instead = False, TURNS_ON.get(name, "`mars_threshold`, or `mars_lossless=True`")
         if not has_effect:
             raise ValueError(f"`{name}={getattr(config, name)!r}` has no effect here. Leave it out, or set {instead}.")
 

@@ -174,7 +174,7 @@ WITHOUT_EFFECT = {
     "draft length": ({**ON, "mars_draft_length": 3}, "`mars_draft_length=3` .* set `mars_lossless=True`"),
     "cursor": ({**ON, "mars_cache_block_size": 16}, "`mars_cache_block_size=16` .* set `mars_cache='block'`"),
     "none": ({**ON, "mars_cache": "none", "mars_cache_block_size": 16}, "`mars_cache_block_size=16` .* no effect"),
-    "confidence": ({**LOSSLESS, "mars_confidence": "margin"}, r"`mars_confidence='margin'` .* set `mars_threshold`\.$"),
+    "confidence": ({**LOSSLESS, "mars_confidence": "margin"}, "`mars_confidence='margin'` .* set `mars_threshold`"),
     "lossless block": ({**LOSSLESS, "mars_cache_block_size": 16}, "`mars_cache_block_size=16` .* no effect"),
     "window": ({**LOSSLESS, "mars_adaptive_window": True}, "`mars_adaptive_window=True` .* no effect"),
     "two lengths": ({**LOSSLESS, "mars_draft_length": 3, "mars_block_size": 5}, "`mars_block_size=5` .* no effect"),

@@ -13,7 +13,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
 
-from mars_hf import add_mask_token
+from mars_hf import add_mask_token, get_mars_model
 
 
 def initial_row(base: str, tokenizer_path: Path, dtype: str, seed: int) -> torch.Tensor:
@@ -44,7 +44,8 @@ def main() -> None:
 
     merged = model.merge_and_unload()
     merged.generation_config = generation_config
-    merged.save_pretrained(args.output_dir)
+    # With MARS generation it saves the decoding code and names the mask token in its config too.
+    get_mars_model(merged).save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
     row = merged.get_input_embeddings().weight[mask]
     logits = AutoModelForCausalLM.from_pretrained(args.output_dir, dtype=args.dtype).eval()(ids).logits

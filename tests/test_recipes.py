@@ -171,3 +171,7 @@ def test_sft_takes_two_steps(
         assert float(re.search(r"at most (\S+) of the largest", merged)[1]) < 1e-5
         assert float(re.search(r"moved by (\S+) of its norm", merged)[1]) < 0.5
         assert GenerationConfig.from_pretrained(tmp_path / "merged").mars_block_size == 4
+        # Readers without the library, and other engines, find what the trainer's own folder has.
+        assert (tmp_path / "merged" / "custom_generate" / "generate.py").is_file()
+        config = json.loads((tmp_path / "merged" / "config.json").read_text())
+        assert config["mask_token_id"] == AutoTokenizer.from_pretrained(tmp_path / "merged").mask_token_id

@@ -14,6 +14,8 @@ PAPER = "[MARS](https://huggingface.co/papers/2604.07023)"
 TAGS = ("mars", "text-generation")
 HEADING = "## Several tokens per forward pass"
 MEASURED = "## Measured"
+# How the metadata name the settings that are no threshold.
+NAMES = {"none": "without MARS", "lossless": "with mars_lossless"}
 
 TEMPLATE = """\
 # {name}
@@ -30,7 +32,7 @@ is ordinary decoding, one token at a time.
 from mars_hf import AutoMarsModelForCausalLM
 from transformers import pipeline
 generator = pipeline("text-generation", model=AutoMarsModelForCausalLM.from_pretrained("{repo}"), tokenizer="{repo}")
-generator([{{"role": "user", "content": "What is 12 times 12?"}}], mars_threshold=0.9, max_new_tokens=128)
+generator([{{"role": "user", "content": "What is 12 * 12?"}}], do_sample=False, mars_threshold=0.9, max_new_tokens=128)
 ```
 
 {without_library}
@@ -144,7 +146,7 @@ def record_results(
     path = Path(folder, "README.md")
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist. Save the checkpoint with `trainer.push_to_hub` or write a card first."
+            f"{path} does not exist. Write it with `trainer.create_model_card()`, or write a card by hand first."
         )
     card = ModelCard.load(path)
     rows = [_read_row(row) for row in results]
@@ -185,7 +187,7 @@ def _metadata(row: tuple[str, float, float | None], dataset: str, split: str) ->
             dataset_name=dataset,
             dataset_split=split,
             metric_type=metric,
-            metric_name=f"{metric} at mars_threshold={setting}",
+            metric_name=f"{metric} {NAMES.get(setting, f'at mars_threshold={setting}')}",
             metric_value=round(value, 4),
         )
         for metric, value in figures

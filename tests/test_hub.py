@@ -311,6 +311,8 @@ def test_measured_figures_go_into_the_card(saved: Saved, tmp_path: Path):
     results = {(result.metric_name, result.metric_value) for result in card.data.eval_results}
     assert ("accuracy at mars_threshold=0.9", 0.48) in results
     assert ("tokens_per_forward at mars_threshold=0.9", 1.731) in results
+    assert ("tokens_per_forward without MARS", 1.0) in results
+    assert ("tokens_per_forward with mars_lossless", 2.4) in results
     assert len(results) == 5
     for row in ({"setting": 0.9}, {"setting": 0.9, "tokens_per_forward": 1.0, "accuracy": 48}):
         with pytest.raises(ValueError, match=r"`accuracy`|needs"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ def find_mask_token(
 
     Raises:
         ValueError: if the token already means the end, the start, padding or an unknown token, or is a piece of
-            ordinary text.
+            ordinary text; if it is new and its id would be another token's.
     """
     text = mask_token or tokenizer.mask_token or DEFAULT_MASK_TOKEN
     for role in ("eos_token", "bos_token", "pad_token", "unk_token"):
@@ -55,10 +54,15 @@ def find_mask_token(
                 "[MASK] could not be told from it. Set a special token (`mars_mask_token` in training), or leave it "
                 "unset to add one."
             )
-    # A new token gets the number of those before it, or where ids have holes, the next one that is free.
-    used = set(vocabulary.values())
-    free = next(number for number in itertools.count(len(tokenizer)) if number not in used)
-    return MaskToken(text, free if known is None else known)
+    if known is not None:
+        return MaskToken(text, known)
+    # A tokenizer numbers a new token by those that it has, even where that id is taken.
+    if holder := next((token for token, number in vocabulary.items() if number == len(tokenizer)), None):
+        raise ValueError(
+            f"The mask token {text!r} is new and would get the id {len(tokenizer)}, which {holder!r} has: the ids of "
+            "this tokenizer have holes. Set a special token that it already has (`mars_mask_token` in training)."
+        )
+    return MaskToken(text, len(tokenizer))
 
 
 def add_mask_token(

@@ -26,13 +26,23 @@ def draw(axes: Axes, log: list[dict], curves: dict[str, str]) -> None:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=4, frameon=False, columnspacing=1.0)
 
 
+def find_state(run: Path) -> Path:
+    """The trainer's state: the file itself, that of the output folder, or that of its last checkpoint."""
+    checkpoints = sorted(run.glob("checkpoint-[0-9]*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
+    for path in (run, run / "trainer_state.json", *(folder / "trainer_state.json" for folder in checkpoints[::-1])):
+        if path.is_file():
+            return path
+    raise SystemExit(
+        f"{run} holds no trainer_state.json. Call `trainer.save_state()` after training, or save checkpoints."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="output_dir of the training, or a trainer_state.json")
     parser.add_argument("--output", type=Path, default=Path("training.png"), help="(default: training.png)")
     args = parser.parse_args()
-    state = args.run / "trainer_state.json" if args.run.is_dir() else args.run
-    log = json.loads(state.read_text())["log_history"]
+    log = json.loads(find_state(args.run).read_text())["log_history"]
 
     figure, (losses, depths, speed) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     draw(losses, log, {"ar_loss": "clean stream (AR)", "mask_loss": "masked stream"})

@@ -90,12 +90,21 @@ def test_a_peft_model_cannot_grow(tokenizer):
     assert add_mask_token(tokenizer, roomy) == 261
 
 
-@pytest.mark.parametrize("highest", [3, 4, 9])
+def tokenizer_of(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
+    model = models.WordLevel(vocabulary, unk_token="[UNK]")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="[UNK]")
+
+
+@pytest.mark.parametrize("highest", [3, 9])
 def test_ids_with_holes(highest):
-    vocabulary = {"a": 0, "b": 1, "[UNK]": 2, "c": highest}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")), unk_token="[UNK]"
-    )
+    tokenizer = tokenizer_of({"a": 0, "b": 1, "[UNK]": 2, "c": highest})
     expected = find_mask_token(tokenizer).id
     assert add_mask_token(tokenizer, make_llama(16)) == expected == tokenizer.mask_token_id
     assert list(tokenizer.get_vocab().values()).count(expected) == 1
+
+
+def test_an_id_that_another_token_has_is_refused():
+    tokenizer = tokenizer_of({"a": 0, "b": 1, "[UNK]": 2, "c": 4})
+    with pytest.raises(ValueError, match="would get the id 4, which 'c' has"):
+        add_mask_token(tokenizer, make_llama(16))
+    assert tokenizer.mask_token is None

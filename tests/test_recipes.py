@@ -175,3 +175,18 @@ def test_sft_takes_two_steps(
         assert (tmp_path / "merged" / "custom_generate" / "generate.py").is_file()
         config = json.loads((tmp_path / "merged" / "config.json").read_text())
         assert config["mask_token_id"] == AutoTokenizer.from_pretrained(tmp_path / "merged").mask_token_id
+
+
+def test_plot_training_finds_the_last_checkpoint(tmp_path: Path):
+    for step in (9, 10):
+        folder = tmp_path / "out" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        log = [{"step": step, "ar_loss": 1.0, "mask_loss": 2.0}]
+        # Of the two only the last can be read.
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}) if step == 10 else "")
+    run("plot_training.py", tmp_path / "out", "--output", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    command = [sys.executable, RECIPES / "plot_training.py", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "trainer.save_state()" in result.stderr

@@ -12,10 +12,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
 from torch import Tensor
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"`mars_hf.lm_eval` needs `{error.name}`. Install the library with its extra: `pip install -e '.[lm-eval]'`."
+    ) from error
 
 from .modeling import AutoMarsModelForCausalLM, get_mars_model
 from .pretrained import recorded_entries

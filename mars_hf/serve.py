@@ -14,12 +14,17 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any
 
-import typer
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
-from transformers.cli.serve import Serve
-from transformers.cli.serving import model_manager, server
-from transformers.cli.serving.utils import BaseHandler, split_revision
+try:
+    import typer
+    from fastapi import FastAPI, HTTPException, Request
+    from fastapi.responses import JSONResponse
+    from transformers.cli.serve import Serve
+    from transformers.cli.serving import model_manager, server
+    from transformers.cli.serving.utils import BaseHandler, split_revision
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"`mars_hf.serve` needs `{error.name}`. Install the library with its extra: `pip install -e '.[serve]'`."
+    ) from error
 
 from .modeling import AutoMarsModelForCausalLM
 from .options import DEFAULTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -203,3 +204,13 @@ def test_generation_does_not_load_trl():
 def test_library_does_not_print(path: Path):
     calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"), [("serve", "fastapi", "serve"), ("lm_eval", "lm_eval", "lm-eval")]
+)
+def test_the_extra_of_a_missing_package_is_named(monkeypatch, module, package, extra):
+    monkeypatch.delitem(sys.modules, f"mars_hf.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape(f"pip install -e '.[{extra}]'")):
+        import_module(f"mars_hf.{module}")

@@ -106,7 +106,12 @@ def full_layout(seq_length: int, block_size: int, stream: int) -> Layout:
             raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
     position = torch.arange(seq_length).repeat(2)[None]
     streams = torch.tensor([CLEAN, stream]).repeat_interleave(seq_length)[None]
-    return Layout(streams, position, block=position // block_size, document=torch.zeros_like(position))
+    return stream_layout(streams, position, block_size)
+
+
+def stream_layout(stream: Tensor, position: Tensor, block_size: int) -> Layout:
+    """The layout of rows of one document, whose blocks begin at position 0: (N, T) streams and positions."""
+    return Layout(stream, position, block=position // block_size, document=torch.zeros_like(position))
 
 
 def mars_attention_mask(seq_length: int, block_size: int) -> Tensor:

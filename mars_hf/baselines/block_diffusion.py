@@ -51,11 +51,6 @@ def block_diffusion_mask(seq_length: int, block_size: int) -> Tensor:
     return dense_block_mask(full_layout(seq_length, block_size, NOISY))[0, 0]
 
 
-def stream_layout(stream: Tensor, position: Tensor, block_size: int) -> Layout:
-    """The layout of a batch from its (N, T) streams, `PADDING` among them, and positions."""
-    return Layout(stream, position, position // block_size, torch.zeros_like(position))
-
-
 def draw_noise(is_target: Tensor, block: Tensor, noise_range: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """Mask the targets of a sequence by the linear schedule: at noise level t a token is masked with probability t.
 

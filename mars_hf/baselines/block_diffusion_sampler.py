@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..cache import MarsCache
 from ..few_tokens import few_token_products
-from ..masks import CLEAN, PADDING, Layout, masks_for_model
+from ..masks import CLEAN, PADDING, Layout, masks_for_model, stream_layout
 from ..outputs import MarsGenerateOutput
 from .arguments import check_prompts, end_tokens, finish
 from .block_diffusion import sees
@@ -164,7 +164,7 @@ class BlockSampler:
         """(N, 1, Q, K) bool for the columns from `start` to `end`, against all columns up to `end`."""
         position, known = self.position[:, :end], self.key_mask[:, :end]
         stream = torch.where(known, CLEAN, PADDING)
-        layout = Layout(stream, position, position // self.block_size, torch.zeros_like(position))
+        layout = stream_layout(stream, position, self.block_size)
         queries = Layout(*(field[:, start:, None] for field in layout))
         keys = Layout(*(field[:, None, :] for field in layout))
         itself = torch.eye(end, dtype=torch.bool, device=stream.device)[start:]

@@ -18,9 +18,9 @@ from trl.trainer.utils import pad
 
 from ..fused_head import score_targets
 from ..mask_token import add_mask_token
-from ..masks import CLEAN, PADDING, masks_for_model
+from ..masks import CLEAN, PADDING, masks_for_model, stream_layout
 from ..refusals import refuse_arguments, refuse_model, refuse_processor
-from .block_diffusion import NOISY, block_diffusion_loss, dense_block_mask, draw_noise, stream_layout
+from .block_diffusion import NOISY, block_diffusion_loss, dense_block_mask, draw_noise
 
 
 @dataclass

@@ -106,7 +106,7 @@ class Chooser:
 
     def _about_asked_rows(self, processor: Any) -> Any:
         """A `prefix_allowed_tokens_fn` knows what to say about texts, not about rows that end with [MASK]s."""
-        if not isinstance(processor, PrefixConstrainedLogitsProcessor):
+        if type(processor) is not PrefixConstrainedLogitsProcessor:  # a subclass does more than the stock one
             return processor
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(

@@ -12,6 +12,7 @@ from transformers import (
     AsyncTextIteratorStreamer,
     LogitsProcessor,
     LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -308,6 +309,18 @@ def test_prefix_allowed_tokens_knows_only_what_it_has_allowed(mode):
     assert output.tokens_per_forward.max() > 1
     for row, length in enumerate([7, 10, 13]):
         assert set(output.sequences[row, 9 : 8 + length].tolist()) <= {10 + row, 20 + row}
+
+
+def test_a_subclass_of_the_prefix_processor_is_kept():
+    class OnlySeven(PrefixConstrainedLogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return torch.full_like(scores, float("-inf")).index_fill(-1, torch.tensor([7]), 0.0)
+
+    own = LogitsProcessorList([OnlySeven(lambda row, text: [8], num_beams=1)])
+    output = tiny_model().generate(
+        **left_pad(random_prompts([6])), mars_threshold=0.1, max_new_tokens=5, do_sample=False, logits_processor=own
+    )
+    assert output[0, 6:].tolist() == [7] * 5
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ torchrun --nproc_per_node 2 tests/distributed_training.py {ddp,fsdp} OUT
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import sys
 from pathlib import Path
 
@@ -48,11 +50,16 @@ def train_fsdp(out: Path):
 
 
 def main() -> None:
+    # Processes that wait for each other for ever say where, and fail, before the test loses patience.
+    faulthandler.dump_traceback_later(150, exit=True)
     out = Path(sys.argv[2])
     trainer, result = {"ddp": train_ddp, "fsdp": train_fsdp}[sys.argv[1]](out)
     if trainer.accelerator.is_main_process:
         torch.save({**result, "world": trainer.accelerator.num_processes}, out / "result.pt")
-    trainer.accelerator.end_training()
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    # What is to be tested is over. Taking the process group down was seen to hang, once in many runs.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,11 +19,24 @@ from test_sft_trainer import assert_same_weights, make_trainer, train
 
 def in_two_processes(kind: str, out: Path):
     script = Path(__file__).with_name("distributed_training.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run(
-        [*launcher, str(script), kind, str(out)], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    logs = [out / f"log{rank}.txt" for rank in range(2)]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(script), kind, str(out)],
+                    env={**shared, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=stack.enter_context(log.open("w")),
+                    stderr=subprocess.STDOUT,
+                )
+            )
+            for rank, log in enumerate(logs)
+        ]
+        codes = [process.wait(timeout=200) for process in processes]
+    assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
     result = torch.load(out / "result.pt")
     assert result["world"] == 2
     return result

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers that each spin on every core, and the recipes that they start, would only choke each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

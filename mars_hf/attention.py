@@ -29,7 +29,7 @@ def grouped_attention(
     Args:
         query: (N, H, Q, D).
         key: (N, H / G, K, D), and `value` alike.
-        attention_mask: bool (N, 1, Q, K), or None.
+        attention_mask: bool, or what is added to the scores, (N, 1, Q, K); or None.
 
     Returns:
         (N, Q, H, D), and None where other implementations return the attention weights.
@@ -37,18 +37,30 @@ def grouped_attention(
     rows, heads, queries = query.shape[:3]
     groups = heads // key.shape[1]
     unusual = {name for name, value in kwargs.items() if name in ("softcap", "position_bias") and value is not None}
-    if groups == 1 or attention_mask is None or attention_mask.shape[1] != 1 or queries > MOST_QUERIES or unusual:
+    if attention_mask is None or attention_mask.shape[1] != 1 or queries > MOST_QUERIES or unusual:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    folded = query.reshape(rows, key.shape[1], groups * queries, query.shape[3])
     output = torch.nn.functional.scaled_dot_product_attention(
-        folded,
+        query.reshape(rows, key.shape[1], groups * queries, query.shape[3]),
         key,
         value,
-        attention_mask.repeat(1, 1, groups, 1),
+        _added_form(attention_mask, groups, query.dtype),
         kwargs.get("dropout", 0.0),
         scale=kwargs.get("scaling"),
     )
     return output.reshape(rows, heads, queries, value.shape[3]).transpose(1, 2).contiguous(), None
+
+
+def _added_form(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """The mask as attention adds it to its scores, for G query heads at once: (N, 1, Q, K) to (N, 1, G * Q, K).
+
+    All layers of a forward get the same mask, so its other form is made once, and kept with it.
+    """
+    known = {} if torch.compiler.is_compiling() else mask.__dict__.setdefault("_mars_added", {})
+    if (groups, dtype) not in known:
+        if mask.dtype is torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+        known[groups, dtype] = mask.repeat(1, 1, groups, 1)
+    return known[groups, dtype]
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

@@ -72,7 +72,7 @@ class MarsCacheLayer(CacheLayerMixin):
         return self._write(self.keys, key_states), self._write(self.values, value_states)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        active = buffer[: self.plan.rows]
+        active = buffer if self.plan.rows == len(buffer) else buffer[: self.plan.rows]
         if self.plan.first is not None:
             active[:, :, self.plan.first : self.plan.first + states.shape[2]] = states
         else:

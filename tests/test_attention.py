@@ -24,11 +24,48 @@ def test_equals_sdpa(heads, queries):
     key, value = (torch.randn(3, heads[1], keys + 9, 8)[:, :, :keys] for _ in range(2))
     mask = torch.rand(3, 1, queries, keys) < 0.4
     mask[..., 0] = True
-    for attention_mask in (mask, None):
+    added = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    for attention_mask in (mask, added, None):
         arguments = (module, query, key, value, attention_mask)
         ours, _ = grouped_attention(*arguments, scaling=0.3)
         stock, _ = sdpa_attention_forward(*arguments, scaling=0.3)
         torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_share_the_other_form_of_the_mask_each_kind_its_own():
+    torch.manual_seed(0)
+    mask = torch.rand(2, 1, 3, 20) < 0.5
+    mask[..., 0] = True
+    for heads, dtype in ((4, torch.float32), (2, torch.float32), (4, torch.float64), (4, torch.float32)):
+        module = torch.nn.Module()
+        module.num_key_value_groups = heads // 2
+        query = torch.randn(2, heads, 3, 8, dtype=dtype)
+        key, value = (torch.randn(2, 2, 20, 8, dtype=dtype) for _ in range(2))
+        ours, _ = grouped_attention(module, query, key, value, mask)
+        stock, _ = sdpa_attention_forward(module, query, key, value, mask)
+        torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+
+    model = tiny_model(eos_token_id=None)
+    forms = []
+    fill = torch.Tensor.masked_fill_
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "masked_fill_", lambda *args: (forms.append(1), fill(*args))[1])
+        output = model.generate(
+            **left_pad(random_prompts([70, 50])), mars_threshold=0.5, max_new_tokens=9, return_dict_in_generate=True
+        )
+    assert model.config.num_hidden_layers > 1
+    # The prompt of 70 tokens is none of its business.
+    assert len(forms) == output.num_forwards - 1
+
+
+def test_may_be_compiled():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    mask = torch.ones(1, 1, 3, 20, dtype=torch.bool).tril(17)
+    run = torch.compile(lambda *args: grouped_attention(torch.nn.Module(), *args)[0], backend="eager", fullgraph=True)
+    for _ in range(2):
+        expected, _ = grouped_attention(torch.nn.Module(), query, key, value, mask)
+        torch.testing.assert_close(run(query, key, value, mask), expected)
 
 
 def test_many_queries_are_left_to_sdpa(monkeypatch):

@@ -5,8 +5,7 @@ Shapes: N rows, H query heads, G of them to a key-value head, Q queries, K keys,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .masks import GROUPED
+from .masks import GROUPED, use_attention
 
 # Beyond so many queries attention is not about reading the cache, and the mask is what becomes large.
 MOST_QUERIES = 64
@@ -67,19 +66,6 @@ AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-@contextmanager
-def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model whose attention is `sdpa` use `grouped_attention`, for as long as the context lasts.
-
-    Models that do not look their attention up by its name (Falcon compares it with "sdpa") keep theirs.
-    """
-    config = model.config.get_text_config()
-    if config._attn_implementation not in ("sdpa", GROUPED) or not model._supports_attention_backend:
-        yield
-        return
-    config._attn_implementation = GROUPED
-    try:
-        yield
-    finally:
-        # Not what stood there before: another thread may have begun while this one was decoding.
-        config._attn_implementation = "sdpa"
+def grouped_heads(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Let a model whose attention is `sdpa` use `grouped_attention`, for as long as the context lasts."""
+    return use_attention(model, GROUPED)

@@ -6,18 +6,19 @@ K keys, B the MARS block size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 PADDING, CLEAN, MASKED = -1, 0, 1
 
-# The name of our form of `sdpa`, which takes the same masks; `attention.py` has it.
-GROUPED = "mars_grouped_sdpa"
+# The names of our forms of `sdpa`, which take the same masks; `attention.py` and `tiled_attention.py` have them.
+GROUPED, TILED = "mars_grouped_sdpa", "mars_tiled_sdpa"
 
 # A model takes one mask for all its layers, or one per kind of layer where full and sliding attention alternate.
 AttentionMask = Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask]
@@ -210,7 +211,7 @@ class MaskForm:
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
         implementation = config.get_text_config()._attn_implementation
-        if implementation not in ("sdpa", GROUPED, "eager"):
+        if implementation not in ("sdpa", GROUPED, TILED, "eager"):
             raise ValueError(
                 f"MARS needs an attention implementation that takes a custom mask, and `{implementation}` does not. "
                 "Load the model with `attn_implementation='sdpa'` (or 'eager')."
@@ -256,3 +257,21 @@ def training_masks(config: PreTrainedConfig, dtype: torch.dtype, layout: Layout)
         return masks_for_model(config, dtype, lambda window: dense_mask(layout, window))
     masks = {kind: block_mask(layout, window) for kind, window in attention_windows(config).items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+@contextmanager
+def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let a model whose attention is `sdpa` use a registered form of it, for as long as the context lasts.
+
+    Models that do not look their attention up by its name (Falcon compares it with "sdpa") keep theirs.
+    """
+    config = model.config.get_text_config()
+    if config._attn_implementation not in ("sdpa", name) or not model._supports_attention_backend:
+        yield
+        return
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        # Not what stood there before: another thread may have begun while this one was at it.
+        config._attn_implementation = "sdpa"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ from .refusals import refuse_arguments, refuse_model, refuse_optimizer, refuse_p
 from .sft_config import MarsSFTConfig, as_mars_config, block_size_at
 from .stream_log import log_clean_stream, log_streams
 from .streams import batch_layout, clean_rows
+from .tiled_attention import tiled
 
 
 class MarsSFTTrainer(SFTTrainer):
@@ -205,8 +207,14 @@ class MarsSFTTrainer(SFTTrainer):
             inputs = {"input_ids": clean["input_ids"], "attention_mask": clean["is_real"]}
         super()._track_num_input_tokens(inputs)
 
+    def training_step(self, *args, **kwargs):
+        # Around the backward pass too: what is checkpointed is computed there once more.
+        with self._attention():
+            return super().training_step(*args, **kwargs)
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with self._attention():
+            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if self._has_masked_stream and "inputs" in self.args.include_for_metrics:
             # `Trainer` reads them afterwards, for `compute_metrics`.
             clean = {**self._clean_inputs(inputs), "labels": inputs["labels"]}
@@ -255,6 +263,9 @@ class MarsSFTTrainer(SFTTrainer):
             return loss
         with torch.no_grad():
             return loss, model(**self._clean_inputs(inputs), use_cache=False)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        return tiled(_base_model(self.model)) if self._has_masked_stream else nullcontext()
 
     def _attention_mask(self, layout: Layout) -> AttentionMask:
         """The mask of a batch in the form that the model's attention reads; made once, for all layers."""

@@ -121,21 +121,21 @@ def make_steps(args: argparse.Namespace, rows: list[dict[str, list[int]]]) -> tu
     vocabulary = sft.model.get_input_embeddings().weight.shape[0]
 
     def finish(trainer: SFTTrainer, loss: torch.Tensor) -> float:
-        loss.backward()
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         return loss.item()
 
     def collated(trainer: SFTTrainer) -> Step:
         def step(examples: list[dict[str, Any]]) -> float:
-            batch = trainer._prepare_inputs(trainer.data_collator(examples))
-            return finish(trainer, trainer.compute_loss(trainer.model, batch))
+            return finish(trainer, trainer.training_step(trainer.model, trainer.data_collator(examples)))
 
         return step
 
     def paper(examples: list[dict[str, Any]]) -> float:
         # Any row of the embedding costs the same; this model was not given one for the mask token.
-        return finish(sft, paper_loss(sft, examples, min(mask_token_id, vocabulary - 1), args.block_size))
+        loss = paper_loss(sft, examples, min(mask_token_id, vocabulary - 1), args.block_size)
+        loss.backward()
+        return finish(sft, loss)
 
     return {"SFTTrainer": collated(sft), "MarsSFTTrainer": collated(mars), "paper, 2L": paper}, mars
 

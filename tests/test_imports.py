@@ -22,6 +22,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 TABLE = {
     "masks": set(),
     "attention": {"masks"},
+    "tiled_attention": {"masks"},
     "few_tokens": set(),
     "acceptance": set(),
     "losses": {"masks"},
@@ -87,6 +88,7 @@ TABLE = {
         "hub",
         "modeling",
         "end_of_turn",
+        "tiled_attention",
     },
 }
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 # The buffer grows by this many slots, or by an eighth of itself where that is more: a reply of unknown length pays for
 # few copies, and for little memory that it does not need.
 GROWTH = 16
-NOWHERE = torch.empty(0, 0, dtype=torch.long)
+NOWHERE = torch.empty(0, 0, dtype=torch.long, device="cpu")
 
 
 class WritePlan:
@@ -141,7 +141,7 @@ class MarsCache(Cache):
         self.plan = WritePlan()
         self.order: list[int] = []
         self.host_cursor: list[int] = []
-        self.cursor = torch.empty(0, dtype=torch.long)
+        self.cursor = torch.empty(0, dtype=torch.long, device="cpu")
         self.hidden = 0
         super().__init__(layer_class_to_replicate=partial(MarsCacheLayer, self.plan))
 
@@ -231,7 +231,7 @@ class MarsCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Have every row so many times, one after the other."""
-        self.batch_select_indices(torch.arange(len(self.order)).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.order), device="cpu").repeat_interleave(repeats))
 
     def _restore_order(self) -> None:
         """Put the rows where they stand in the batch, in buffers that can be written."""

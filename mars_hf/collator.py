@@ -15,6 +15,7 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
+from .checks import check_count
 from .masks import dense_mask
 from .streams import batch_layout, clean_rows, random_phases, two_streams
 
@@ -53,7 +54,8 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
         dense_mask: whether to return the attention mask itself.
 
     Raises:
-        ValueError: for a block size below 2 and an unknown offset.
+        ValueError: for a block size below 2, another argument out of range, and an unknown offset; and of an example
+            whose labels or documents are not as long as its tokens.
     """
 
     mask_token_id: int = field(kw_only=True)
@@ -63,8 +65,10 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
     dense_mask: bool = field(default=True, kw_only=True)
 
     def __post_init__(self):
-        if self.block_size < 2:
-            raise ValueError(f"`block_size` must be at least 2, got {self.block_size}.")
+        check_count("block_size", self.block_size, 2)
+        check_count("mask_token_id", self.mask_token_id, 0)
+        if self.pad_to_multiple_of is not None:
+            check_count("pad_to_multiple_of", self.pad_to_multiple_of, 1, " or None")
         if self.block_offset not in BLOCK_OFFSETS:
             raise ValueError(f"`block_offset` must be one of {', '.join(BLOCK_OFFSETS)}, got {self.block_offset!r}.")
 
@@ -113,6 +117,12 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
         given = example.get("seq_lengths")
         # Datasets that are formatted as tensors give the lengths as one.
         lengths = [len(ids)] if given is None or len(given) == 0 else [int(length) for length in given]
+        for name, length in (("labels", len(labels)), ("seq_lengths", sum(lengths))):
+            if length != len(ids):
+                raise ValueError(
+                    f"An example has {len(ids)} `input_ids`, and its `{name}` are of {length}. Each token needs one "
+                    "label, and the lengths of the documents must add up to that of the row."
+                )
         if self.padding_free or "seq_lengths" in example:
             # As in `SFTTrainer`: nothing predicts them, and `Trainer` leaves out only the first of a row.
             labels[[sum(lengths[:i]) for i in range(len(lengths)) if lengths[i]]] = -100

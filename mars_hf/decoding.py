@@ -42,15 +42,16 @@ class MarsDecoder:
     ) -> None:
         self.options, self.config, self.streamer = options, generation_config, streamer
         self.device = input_ids.device
-        stops = [c.eos_token_id.to(self.device) for c in criteria if isinstance(c, EosTokenCriteria)]
+        # What these two say of all candidates at once is known here; a subclass may say anything, and is asked.
+        stops = [c.eos_token_id.to(self.device) for c in criteria if type(c) is EosTokenCriteria]
         self.stop_tokens = torch.cat(stops) if stops else None
         self.other_criteria = type(criteria)(
-            c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)
+            c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
         )
         embeds = model_kwargs.get("inputs_embeds")
         self.state = DecodingState(
             input_ids,
-            min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)),
+            min(c.max_length for c in criteria if type(c) is MaxLengthCriteria),
             options.block_size if options.drafts is None else options.drafts.reach,
             options.mask_token_id,
             model_kwargs.get("attention_mask"),
@@ -84,7 +85,8 @@ class MarsDecoder:
         if threshold is None:
             return None
         if callable(threshold):
-            history = torch.stack(state.accepted_lengths or [torch.zeros(state.batch, dtype=torch.long)])
+            none_yet = torch.zeros(state.batch, dtype=torch.long, device="cpu")
+            history = torch.stack(state.accepted_lengths or [none_yet])
             seconds = time.perf_counter() - self.started
             step = MarsStep(len(state.accepted_lengths), history.sum(0), history[-1], seconds)
             threshold = check_threshold(threshold(step), self.options.confidence, state.batch)
@@ -136,8 +138,8 @@ class MarsDecoder:
         # Where the candidate that a row is asked about stands among its logits.
         places = [0] * count
         tokens = torch.full((count, window), self.options.mask_token_id, device=self.device)
-        accepted = torch.zeros(count, dtype=torch.long)
-        ended = torch.zeros(count, dtype=torch.bool)
+        accepted = torch.zeros(count, dtype=torch.long, device="cpu")
+        ended = torch.zeros(count, dtype=torch.bool, device="cpu")
         alive = [row for row, waits in enumerate(self.proposer.waiting(self.state)) if not waits]
         for k in range(window):
             for column in sorted({lengths[row] + k for row in alive}):
@@ -163,7 +165,7 @@ class MarsDecoder:
     def _take(self, keep: list[int], chosen: Tensor, column: int) -> Tensor:
         """Write accepted tokens of one column and ask the stopping criteria about them: ended, (len(keep),) bool."""
         if not keep:
-            return torch.zeros(0, dtype=torch.bool)
+            return torch.zeros(0, dtype=torch.bool, device="cpu")
         rows = self.state.rows[keep]
         self.state.tokens[rows, column] = chosen[keep]
         ended = torch.full((len(keep),), column + 1 >= self.state.max_length, device=self.device)

@@ -169,7 +169,7 @@ def shape_of(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     for place, parent in enumerate(parents):
         sees.append([False] * len(parents) if parent < 0 else sees[parent].copy())
         sees[-1][place] = True
-    visible = torch.tensor(sees)
+    visible = torch.tensor(sees, device="cpu")
     return visible.sum(-1) - 1, visible
 
 

@@ -43,7 +43,9 @@ class DraftProposer(CursorProposer):
         self.options = options
         self.rows: list[RowDrafts] = []
         self.trees: TreeBatch
-        self.logits, self.start, self.host_length = torch.empty(0), torch.empty(0), [0]
+        self.logits: Tensor
+        self.start: Tensor
+        self.host_length: list[int] = []
         self.costs = costs_of(model)
         self.paying_width = PayingWidth(self.costs) if options.budget == "auto" else None
         self.began = 0.0

@@ -49,7 +49,7 @@ def is_transposed_faster(weights: list[Tensor], tokens: int) -> bool:
         rows = max(1, PIECE // (size[1] * weights[0].element_size()))
         pieces = [piece for weight in weights for piece in weight.split(rows)]
         pieces = pieces[: max(1, WALK // (pieces[0].numel() * pieces[0].element_size()))]
-        inputs = torch.zeros(bucket, size[1], dtype=weights[0].dtype)
+        inputs = torch.zeros(bucket, size[1], dtype=weights[0].dtype, device="cpu")
         # By turns, so that whatever else the machine does meets both.
         rounds = [
             [_seconds(product, inputs, pieces) for product in (linear, transposed_linear)] for _ in range(ROUNDS)

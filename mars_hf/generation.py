@@ -26,6 +26,7 @@ from .options import (
     Threshold,
     check_ranges,
     expand_threshold,
+    refuse_unknown,
     refuse_without_effect,
     resolve_options,
 )
@@ -133,6 +134,7 @@ class MarsGenerationMixin(GenerationMixin):
                 "would not turn while a request runs. Pass it to the call, `generate(mars_threshold=...)`."
             )
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        refuse_unknown(generation_config)
         for name, default in DEFAULTS.items():
             value = given.get(name, getattr(generation_config, name, None))
             setattr(generation_config, name, default if value is None else value)
@@ -237,7 +239,7 @@ class MarsGenerationMixin(GenerationMixin):
             options.block_size = 1
         refuse_processors(logits_processor)
         refuse_inputs(self.config, input_ids, generation_config, streamer, model_kwargs)
-        may_stop_early = any(not isinstance(criterion, MaxLengthCriteria) for criterion in stopping_criteria)
+        may_stop_early = any(type(criterion) is not MaxLengthCriteria for criterion in stopping_criteria)
         if input_ids.shape[0] > 1 and may_stop_early and generation_config._pad_token_tensor is None:
             raise ValueError(
                 "Rows that stop early are filled with a padding token, and none is known. Set `pad_token_id`."

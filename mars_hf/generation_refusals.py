@@ -105,7 +105,8 @@ def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
             f"MARS decodes decoder-only models, and `{model.config.model_type}` is an encoder-decoder. Unset "
             "`mars_threshold`."
         )
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+    taken = forward_arguments(type(model))
+    if "position_ids" not in taken:
         raise ValueError(
             f"MARS needs a model whose forward takes `position_ids`, and `{type(model).__name__}` does not. Unset "
             "`mars_threshold`."
@@ -117,10 +118,7 @@ def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
         )
     if options.cache != "none":
         # A class of one's own may hand it on unnamed.
-        taken = {
-            name for part in (model, model.base_model) for name in inspect.signature(type(part).forward).parameters
-        }
-        if not taken & {"cache", "past_key_values"}:
+        if not (taken | forward_arguments(type(model.base_model))) & {"cache", "past_key_values"}:
             raise ValueError(
                 f"`{type(model).__name__}` takes no cache. Set `mars_cache='none'`, which recomputes the sequence in "
                 "each step."
@@ -148,6 +146,18 @@ def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
             f"{config.vocab_size - 1} tokens. Lower it; more than 2 rarely pays."
         )
     refuse_adapters(model)
+
+
+def forward_arguments(model_class: type) -> set[str]:
+    """The names that `forward` takes; one that hands on whatever it gets takes those of the class above, too."""
+    names: set[str] = set()
+    for parent in model_class.__mro__:
+        if "forward" in vars(parent):
+            parameters = inspect.signature(vars(parent)["forward"]).parameters
+            names |= set(parameters)
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+                break
+    return names
 
 
 def refuse_adapters(model: PreTrainedModel) -> None:

@@ -34,8 +34,13 @@ def find_mask_token(
 
     Raises:
         ValueError: if the token already means the end, the start, padding or an unknown token, or is a piece of
-            ordinary text; if it is new and its id would be another token's.
+            ordinary text or blank; if it is new and its id would be another token's.
     """
+    if mask_token is not None and not str(mask_token).strip():
+        raise ValueError(
+            f"The mask token {mask_token!r} is blank, and any text has blanks. Set a special token (`mars_mask_token` "
+            "in training), or leave it unset to add one."
+        )
     text = mask_token or tokenizer.mask_token or DEFAULT_MASK_TOKEN
     for role in ("eos_token", "bos_token", "pad_token", "unk_token"):
         if text in (getattr(tokenizer, role), roles.get(role)):
@@ -117,8 +122,8 @@ def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskTok
         `peft_config`, or where that would leave the row untrained, a copy that trains it.
 
     Raises:
-        ValueError: if the row cannot be added, because the model is wrapped already or the adapter trains no rows; for
-            adapters that put virtual tokens before the text.
+        ValueError: if the row would stay untrained, because the embedding is frozen, the model is wrapped already or
+            the adapter trains no rows; for adapters that put virtual tokens before the text.
     """
     is_wrapped = is_peft_model(model)
     base_model = model.get_base_model() if is_wrapped else model
@@ -130,9 +135,17 @@ def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskTok
             f"`{', '.join(prompts)}` puts virtual tokens before the text, and MARS has no place for them in its two "
             "streams. Use `LoraConfig`."
         )
-    if configs == [None] or getattr(base_model.generation_config, "mars_mask_token_id", None) == mask_token.id:
+    if getattr(base_model.generation_config, "mars_mask_token_id", None) == mask_token.id:
         return peft_config
     embedding = base_model.get_input_embeddings()
+    if configs == [None]:
+        if not embedding.weight.requires_grad:
+            raise ValueError(
+                f"The embedding is frozen, so the mask token {mask_token.text!r} (id {mask_token.id}) would stay "
+                "untrained, and the model could not tell a [MASK] from noise. Call "
+                "`model.get_input_embeddings().requires_grad_(True)`, or train an adapter with `peft_config`."
+            )
+        return peft_config
     path = next(name for name, module in base_model.named_modules() if module is embedding)
     name = path.rsplit(".", 1)[-1]
     if any(_trains_row(config, path, mask_token.id) for config in configs):

@@ -90,7 +90,9 @@ class MarsOptions:
         """Whether no candidate but the first could ever be accepted, so that the stock loop does the same for less."""
         if self.drafts is not None or callable(self.threshold) or self.confidence == "entropy":
             return False
-        return bool((torch.as_tensor(self.threshold) >= 1.0).all())
+        if isinstance(self.threshold, Tensor):
+            return bool((self.threshold >= 1.0).all())
+        return self.threshold is not None and self.threshold >= 1.0
 
 
 def resolve_options(config: GenerationConfig) -> MarsOptions:
@@ -106,7 +108,8 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
             "Load a checkpoint that `MarsSFTTrainer` saved, or pass it: `get_mars_model(model, mask_token_id=...)`."
         )
     check_count("mars_mask_token_id", mask_token_id, 0)
-    if config.eos_token_id is not None and mask_token_id in torch.as_tensor(config.eos_token_id).flatten().tolist():
+    ends = () if config.eos_token_id is None else torch.as_tensor(config.eos_token_id, device="cpu").flatten().tolist()
+    if mask_token_id in ends:
         raise ValueError(
             f"The [MASK] token {mask_token_id} is an `eos_token_id` too. It is never a token of the text, so no text "
             "would end with it. Set `mars_mask_token_id` to the id that the model was trained with."
@@ -151,6 +154,19 @@ def check_ranges(config: GenerationConfig) -> None:
     for name in ("mars_lossless", "mars_adaptive_window"):
         if not isinstance(value := getattr(config, name), bool):
             raise ValueError(f"`{name}` must be True or False, got {value!r}.")
+
+
+def refuse_unknown(config: GenerationConfig) -> None:
+    """Refuse entries that look like settings of MARS and are none: a generation config takes any name in silence.
+
+    Raises:
+        ValueError: if there are such entries.
+    """
+    if unknown := sorted(name for name in vars(config) if name.startswith("mars") and name not in DEFAULTS):
+        raise ValueError(
+            f"The generation config holds `{'`, `'.join(unknown)}`, which MARS does not know. Known: "
+            f"{', '.join(DEFAULTS)}."
+        )
 
 
 def refuse_without_effect(config: GenerationConfig, given: Collection[str]) -> None:
@@ -201,7 +217,9 @@ def check_threshold(threshold: Any, confidence: str, batch: int | None = None) -
     try:
         if isinstance(threshold, bool):
             raise TypeError("True is no number of its own")
-        values = torch.as_tensor(threshold, dtype=torch.float32)
+        # Named, since `torch.set_default_device` would move it.
+        device = threshold.device if isinstance(threshold, Tensor) else "cpu"
+        values = torch.as_tensor(threshold, dtype=torch.float32, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"`mars_threshold` must be a number, one number per row, or a callable, got {threshold!r}."

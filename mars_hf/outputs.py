@@ -50,5 +50,5 @@ class EndRecorder(StoppingCriteriaList):
             **output,
             num_forwards=steps,
             accepted_lengths=going.long().cpu(),
-            tokens_per_forward=torch.ones(going.shape[0]),
+            tokens_per_forward=torch.ones(going.shape[0], device="cpu"),
         )

@@ -82,6 +82,7 @@ class CursorProposer(Proposer):
         super().__init__(model, window)
         self.cache, self.model_kwargs = cache, model_kwargs
         self.mask_form = MaskForm(model.config, model.dtype)
+        self.can_keep = model._supports_logits_to_keep()
 
     def propose(self, state: DecodingState) -> Tensor:
         if self.num_forwards == 0:
@@ -110,7 +111,7 @@ class CursorProposer(Proposer):
         visible = state.prompt + masks
         columns = torch.arange(visible, device=state.device).expand(state.batch, -1)
         self.cache.plan_write(columns, visible, first=0)
-        kwargs = dict(self.model_kwargs, cache=self.cache, logits_to_keep=masks + 1)
+        kwargs = dict(self.model_kwargs, cache=self.cache, **self.keep(masks + 1))
         if kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = state.key_mask[:, :visible].long()
         if (embeds := kwargs.get("inputs_embeds")) is not None:
@@ -152,8 +153,12 @@ class CursorProposer(Proposer):
             attention_mask=self.mask_form.masks(make_mask),
             cache=self.cache,
             use_cache=True,
-            logits_to_keep=keep,
+            **self.keep(keep),
         )
+
+    def keep(self, count: int) -> dict[str, int]:
+        """The argument that spares a model all but its last logits; one that does not take it returns all."""
+        return {"logits_to_keep": count} if self.can_keep else {}
 
 
 class BlockProposer(CursorProposer):

@@ -84,7 +84,7 @@ class DecodingState:
         record = [0] * self.batch
         for row, count in zip(self.host_rows, host_accepted, strict=True):
             record[row] = count
-        self.accepted_lengths.append(torch.tensor(record))
+        self.accepted_lengths.append(torch.tensor(record, device="cpu"))
         self.host_length = [length + new for length, new in zip(self.host_length, host_accepted, strict=True)]
         return host_accepted, host_ended
 

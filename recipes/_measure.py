@@ -1,14 +1,19 @@
 """Measure a checkpoint: answers that are right, tokens per forward pass, and speed against stock `generate`."""
 
+import hashlib
+import json
 import re
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import evaluate
+import torch
+from paper_store import Store
 from rich.progress import track
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -44,6 +49,10 @@ class Run:
 # How to call `generate`: stock (None), at a threshold, "lossless", or the name of arguments that are given.
 Setting = float | str | None
 Arguments = Mapping[str, dict[str, Any]]
+Job = TypeVar("Job")
+
+# The measurements of a run that has not ended, in its output folder.
+UNFINISHED = "unfinished.jsonl"
 
 # Checkpoints may come with sampling parameters, which greedy decoding would warn about.
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -58,10 +67,12 @@ def measure(
     max_new_tokens: int,
     rounds: int = 1,
     arguments: Arguments | None = None,
+    store: Store | None = None,
 ) -> dict[Setting, Run]:
     """Answer the questions, as chats padded on the left, with stock `generate` (key None) and with each setting.
 
-    `arguments` has those of `generate` for settings with a name of their own.
+    `arguments` has those of `generate` for settings with a name of their own. What is in `store` is not done again,
+    and what is done goes there at once.
 
     The settings take turns batch by batch, and change places from round to round, so that whatever else the machine
     does meets them all alike. The clock runs in `generate` only.
@@ -72,21 +83,56 @@ def measure(
         as_batch(tokenizer, questions[i : i + batch_size]).to(model.device)
         for i in range(0, len(questions), batch_size)
     ]
-    for setting in settings:  # the first call of each pays for what later ones find ready
-        answer(model, batches[0], setting, max_new_tokens, arguments)
     jobs = [
         (number, batch, settings[(number + turn) % len(settings)])
         for number in range(rounds)
         for batch in batches
         for turn in range(len(settings))
     ]
-    for number, batch, setting in track(jobs, f"{len(questions)} problems, batch size {batch_size}"):
-        tokens, forwards, seconds = answer(model, batch, setting, max_new_tokens, arguments)
+    keys = [""] * len(jobs)
+    if store is not None:
+        weights = sum(parameter.detach().sum(dtype=torch.float64).item() for parameter in model.parameters())
+        common = [weights, str(model.dtype), max_new_tokens]
+        keys = [
+            _key(*common, number, batch["input_ids"].tolist(), setting, (arguments or {}).get(str(setting)))
+            for number, batch, setting in jobs
+        ]
+    open_settings = {
+        setting for key, (*_, setting) in zip(keys, jobs, strict=True) if store is None or key not in store
+    }
+    for setting in settings:
+        if setting in open_settings:  # the first call of each pays for what later ones find ready
+            answer(model, batches[0], setting, max_new_tokens, arguments)
+    named = list(zip(keys, jobs, strict=True))
+    for key, (number, batch, setting) in follow(named, f"{len(questions)} problems, batch size {batch_size}"):
+        if store is not None and key in store:
+            tokens, forwards, seconds = (store[key][name] for name in ("tokens", "forwards", "seconds"))
+        else:
+            tokens, forwards, seconds = answer(model, batch, setting, max_new_tokens, arguments)
+            if store is not None:
+                store.add(key, tokens=tokens, forwards=forwards, seconds=seconds)
         runs[setting].seconds[number] += seconds
         if number == 0:
             runs[setting].tokens += tokens
             runs[setting].forwards += forwards
     return runs
+
+
+def _key(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def follow(jobs: Sequence[Job], description: str) -> Iterator[Job]:
+    """Go through the jobs: with a bar on a terminal, with a line for every tenth of them on stderr elsewhere."""
+    if sys.stdout.isatty():
+        yield from track(jobs, description)
+        return
+    started = time.perf_counter()
+    for done, job in enumerate(jobs, 1):
+        yield job
+        if done * 10 // len(jobs) > (done - 1) * 10 // len(jobs):
+            seconds = time.perf_counter() - started
+            print(f"{description}: {done} of {len(jobs)} calls, {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def as_batch(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> BatchEncoding:

@@ -22,9 +22,9 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from _load import load_checkpoint, read_problems
-from _measure import GREEDY, until_stop
-from rich.progress import track
+from _load import DTYPES, load_checkpoint
+from _measure import GREEDY, follow, until_stop
+from _problems import read_problems
 from transformers import BatchEncoding, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 # Tokens per row at which c(q) is measured; between them it is interpolated.
@@ -174,7 +174,7 @@ def measure(
         for batch in (batches if number >= 0 else batches[:1])
         for turn in range(len(names))
     ]
-    for number, batch, name in track(jobs, f"batch size {len(batches[0]['input_ids'])}, {new_tokens} new tokens"):
+    for number, batch, name in follow(jobs, f"batch size {len(batches[0]['input_ids'])}, {new_tokens} new tokens"):
         watch.reset()
         begin = time.perf_counter()
         sequences = model.generate(**batch, **GREEDY, **settings[name], max_new_tokens=new_tokens).tolist()
@@ -281,7 +281,7 @@ def parse_args() -> argparse.Namespace:
         help=f"what to compare with stock, of: prompt lookup, {', '.join(KINDS)} (default: all)",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--output_dir", type=Path, default=Path("mars-decoding"), help="(default: mars-decoding)")
     return parser.parse_args()
 

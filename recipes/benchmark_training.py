@@ -10,7 +10,6 @@ says little for batches of a few megabytes. `--fast` is a check that it runs.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _problems import read_problems
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
@@ -95,6 +95,7 @@ def make_trainer(trainer_class: Any, args: argparse.Namespace, rows: list[dict[s
         processing_class=AutoTokenizer.from_pretrained(args.model),
     )
     trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1  # what `train` would set
     trainer.model.train()
     return trainer
 
@@ -195,7 +196,7 @@ def main() -> None:
         args.batch_size, args.max_length, args.steps, args.warmup = 2, 160, 2, 1
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     count = 3 * args.batch_size * (args.steps + args.warmup)
-    problems = [json.loads(line) for line in Path(args.gsm8k).read_text().splitlines()[:count]]
+    problems = read_problems(Path(args.gsm8k), count, ("question", "answer"))
     print("| data         | form           | s / step | times | floor | GiB    | times  |")
     print("| ------------ | -------------- | -------- | ----- | ----- | ------ | ------ |")
     for kind in args.kinds:

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _problems import read_problems
+
 SPECULATION: dict[str, dict[str, Any]] = {
     "autoregressive": {},
     "n-gram": {
@@ -80,8 +82,8 @@ def measure(arguments: argparse.Namespace) -> None:
         enforce_eager=True,
         **speculation,
     )
-    lines = arguments.data.read_text().splitlines()[: arguments.prompts]
-    chats: list[Any] = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
+    problems = read_problems(arguments.data, arguments.prompts)
+    chats: list[Any] = [[{"role": "user", "content": problem["question"]}] for problem in problems]
 
     def generate(count: int, setting: str, new_tokens: int) -> tuple[list[list[int]], float]:
         extra = {} if setting in ("-", "lossless") else {"mars_threshold": float(setting)}

@@ -2,7 +2,8 @@
 
     python recipes/evaluate_gsm8k.py path/or/repo --data gsm8k/test.jsonl --limit 100 --batch_size 1 8
 
-Prints a Markdown table and writes it, with one JSON line per row, to `--output_dir`. Any file of JSON lines with a
+Prints a Markdown table and writes it, with one JSON line per row, to `--output_dir`, after each batch size. A run that
+was stopped goes on where it was when it is started again; one that ended starts anew. Any file of JSON lines with a
 `question` and an `answer` that ends in `#### number` will do.
 """
 
@@ -10,8 +11,10 @@ import argparse
 import json
 from pathlib import Path
 
-from _load import load_checkpoint, read_problems
-from _measure import FinalAnswer, measure
+from _load import DTYPES, load_checkpoint
+from _measure import UNFINISHED, FinalAnswer, measure
+from _problems import read_problems
+from paper_store import Store, write_whole
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -24,7 +27,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mars_threshold", type=float, nargs="+", default=[1.0, 0.95, 0.9, 0.8, 0.7])
     parser.add_argument("--max_new_tokens", type=int, default=160, help="(default: 160)")
     parser.add_argument("--rounds", type=int, default=1, help="passes over the problems for the clock (default: 1)")
-    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--output_dir", type=Path, default=Path("mars-gsm8k"), help="(default: mars-gsm8k)")
     return parser.parse_args()
 
@@ -35,11 +38,12 @@ def evaluate_batch_size(
     problems: list[dict],
     batch_size: int,
     args: argparse.Namespace,
+    store: Store,
 ) -> list[dict]:
     """One row for stock `generate`, one for each threshold, and one for lossless decoding."""
     questions, answers = ([problem[key] for problem in problems] for key in ("question", "answer"))
     settings = [*args.mars_threshold, "lossless"]
-    runs = measure(model, tokenizer, questions, settings, batch_size, args.max_new_tokens, args.rounds)
+    runs = measure(model, tokenizer, questions, settings, batch_size, args.max_new_tokens, args.rounds, store=store)
     metric, rows = FinalAnswer(), []
     for setting, run in runs.items():
         replies = tokenizer.batch_decode(run.tokens, skip_special_tokens=True)
@@ -74,16 +78,16 @@ def to_markdown(rows: list[dict]) -> str:
 
 def main() -> None:
     args = parse_args()
-    problems = read_problems(args.data, args.limit)
+    problems = read_problems(args.data, args.limit, ("question", "answer"))
     model, tokenizer = load_checkpoint(args.model, args.dtype)
-    rows = []
+    store = Store(args.output_dir / UNFINISHED)
+    rows: list[dict] = []
     for batch_size in args.batch_size:
-        rows += evaluate_batch_size(model, tokenizer, problems, batch_size, args)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    table = to_markdown(rows)
-    (args.output_dir / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (args.output_dir / "results.md").write_text(table)
-    print(table)
+        rows += evaluate_batch_size(model, tokenizer, problems, batch_size, args, store)
+        write_whole(args.output_dir / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_whole(args.output_dir / "results.md", to_markdown(rows))
+    store.path.unlink()
+    print(to_markdown(rows))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from _load import load_checkpoint
+from _load import DTYPES, load_checkpoint
 from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
 
@@ -20,14 +20,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("model", help="a checkpoint: a folder or a name on the Hub")
     parser.add_argument("prompts", nargs="*", help="prompts; without them they are read from --file or stdin")
     parser.add_argument("--file", type=Path, help="a file with one prompt a line")
-    parser.add_argument("--mars_threshold", type=float, help="in (0, 1]; lower is faster (default: 0.9)")
-    parser.add_argument("--mars_lossless", action="store_true", help="the tokens of plain decoding, in fewer passes")
-    parser.add_argument("--temperature", type=float, help="sample at this temperature (default: greedy)")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--mars_threshold", type=float, help="in (0, 1]; lower is faster (default: 0.9)")
+    mode.add_argument("--mars_lossless", action="store_true", help="the tokens of plain decoding, in fewer passes")
+    parser.add_argument("--temperature", type=float, help="sample at this temperature (default, and 0: greedy)")
     parser.add_argument("--mars_block_size", type=int, help="tokens per step at most (default: as trained)")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="(default: 256)")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: that of the checkpoint)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="(default: that of the checkpoint)")
     parser.add_argument("--raw", action="store_true", help="do not apply the tokenizer's chat template")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.prompts and args.file:
+        parser.error("prompts are given twice, in the command and in --file")
+    if args.file and not args.file.is_file():
+        parser.error(f"--file: {args.file} is not a file")
+    return args
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -64,8 +70,8 @@ def main() -> None:
         mars_lossless=args.mars_lossless,
         mars_block_size=args.mars_block_size,
         max_new_tokens=args.max_new_tokens,
-        do_sample=args.temperature is not None,
-        temperature=args.temperature,
+        do_sample=bool(args.temperature),
+        temperature=args.temperature or None,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if one else None,
         return_dict_in_generate=True,
     )

@@ -9,13 +9,13 @@ equal but where two logits are closer than the kernels agree.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 import xllamacpp
+from _problems import read_problems
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     command = [sys.executable, args.converter, args.model, "--outfile", args.output, "--outtype", args.outtype]
     subprocess.run(command, check=True)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    questions = [json.loads(line)["question"] for line in args.data.read_text().splitlines()[: args.limit]]
+    questions = [problem["question"] for problem in read_problems(args.data, args.limit)]
     prompts = [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
         for text in questions

@@ -3,7 +3,8 @@
     python recipes/lossless.py path/or/repo --data gsm8k/test.jsonl --limit 100 --batch_size 1 8
 
 All settings take turns in one process. Prints a Markdown table and writes it to `--output_dir`, with the figures as
-JSON and a plot of quality against speed. Any file of JSON lines with a `question` will do; where each has an `answer`
+JSON and a plot of quality against speed, after each batch size. A run that was stopped goes on where it was when it is
+started again; one that ended starts anew. Any file of JSON lines with a `question` will do; where each has an `answer`
 that ends in `#### number`, right answers are counted too. For every text that is not that of stock `generate`, table
 and JSON say how far apart the two likeliest tokens were in stock's own logits where the texts part.
 """
@@ -17,8 +18,10 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
-from _load import load_checkpoint, read_problems
-from _measure import GREEDY, FinalAnswer, Run, Setting, as_batch, measure
+from _load import DTYPES, load_checkpoint
+from _measure import GREEDY, UNFINISHED, FinalAnswer, Run, Setting, as_batch, measure
+from _problems import read_problems
+from paper_store import Store, write_whole
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STOCK_LOOKUP = "prompt lookup"
@@ -42,7 +45,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mars_threshold", type=float, nargs="*", default=[0.95, 0.9, 0.8, 0.7])
     parser.add_argument("--max_new_tokens", type=int, default=160, help="(default: 160)")
     parser.add_argument("--rounds", type=int, default=1, help="passes over the prompts for the clock (default: 1)")
-    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--output_dir", type=Path, default=Path("mars-lossless"), help="(default: mars-lossless)")
     return parser.parse_args()
 
@@ -78,12 +81,13 @@ def evaluate_batch_size(
     problems: list[dict],
     batch_size: int,
     args: argparse.Namespace,
+    store: Store,
 ) -> list[dict]:
     """One row for stock `generate`, and one for each setting."""
     questions = [problem["question"] for problem in problems]
     named = make_settings(args, batch_size)
     settings: list[Setting] = [*named, *args.mars_threshold]
-    runs = measure(model, tokenizer, questions, settings, batch_size, args.max_new_tokens, args.rounds, named)
+    runs = measure(model, tokenizer, questions, settings, batch_size, args.max_new_tokens, args.rounds, named, store)
     rows = []
     for setting, run in runs.items():
         row: dict[str, Any] = {
@@ -184,15 +188,15 @@ def main() -> None:
     matplotlib.use("Agg")
     problems = read_problems(args.data, args.limit)
     model, tokenizer = load_checkpoint(args.model, args.dtype)
-    rows = []
+    store = Store(args.output_dir / UNFINISHED)
+    rows: list[dict] = []
     for batch_size in args.batch_size:
-        rows += evaluate_batch_size(model, tokenizer, problems, batch_size, args)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    table = to_markdown(rows)
-    (args.output_dir / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (args.output_dir / "results.md").write_text(table)
-    draw(args.output_dir / "lossless.png", rows)
-    print(table)
+        rows += evaluate_batch_size(model, tokenizer, problems, batch_size, args, store)
+        write_whole(args.output_dir / "results.json", json.dumps(rows, indent=1) + "\n")
+        write_whole(args.output_dir / "results.md", to_markdown(rows))
+        draw(args.output_dir / "lossless.png", rows)
+    store.path.unlink()
+    print(to_markdown(rows))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def run_programs(output: Path, data: Path) -> Figure:
     with opener(data, "rt") as file:
         problems = {problem["task_id"]: problem for problem in map(json.loads, file)}
     passed = []
-    for line in max(output.rglob("samples_*.jsonl")).read_text().splitlines():
+    for line in max(output.rglob("samples_*.jsonl")).read_text().strip().split("\n"):
         sample = json.loads(line)
         body = sample["resps"][0][0].partition(FENCE)[0]
         passed.append(float(check_correctness(problems[sample["doc"]["task_id"]], body, timeout=3.0)["passed"]))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from _arithmetic import make_model, make_problems, train_tokenizer
+from _problems import read_problems
 from datasets import Dataset, load_dataset
 from paper_settings import SYSTEMS, Scale, System, fingerprint
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -50,7 +51,7 @@ class Lab:
         scale = self.scale
         if scale.eval_data == "arithmetic":
             return make_problems(scale.eval_examples, seed)
-        return read_problems(scale.eval_data, "test")[: scale.eval_examples]
+        return load_problems(scale.eval_data, "test")[: scale.eval_examples]
 
     def _arithmetic(self, seed: int) -> Problems:
         """Problems to learn from; none of them is one to answer."""
@@ -64,7 +65,7 @@ class Lab:
         if scale.train_data == "arithmetic":
             return to_chat(self._arithmetic(seed))
         if Path(scale.train_data).exists():
-            return to_chat(read_problems(scale.train_data, "train"))
+            return to_chat(load_problems(scale.train_data, "train"))
         return load_dataset(scale.train_data, split="train")  # with `messages`, as TRL reads it
 
     def start(self, system: System, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -170,10 +171,10 @@ class Lab:
         }
 
 
-def read_problems(source: str, split: str) -> Problems:
+def load_problems(source: str, split: str) -> Problems:
     """Problems with `question` and `answer`, from a file of JSON lines or from the Hub."""
     if Path(source).exists():
-        return [json.loads(line) for line in Path(source).read_text().splitlines()]
+        return read_problems(Path(source), columns=("question", "answer"))
     return load_dataset(source, "main" if source == "openai/gsm8k" else None, split=split).to_list()
 
 

@@ -60,11 +60,42 @@ def load_splits(script_args: ScriptArguments, mixture_args: DatasetMixtureConfig
         return get_dataset(mixture_args)
     if not script_args.dataset_name:
         raise ValueError("There is nothing to train on. Set `dataset_name`, or `datasets` in a config file.")
-    if Path(script_args.dataset_name).is_file():
+    path = Path(script_args.dataset_name)
+    if (path.stat().st_size == 0) if path.is_file() else path.suffix in (".json", ".jsonl"):
+        raise SystemExit(f"{path} is not a file, or an empty one. Set --dataset_name to a file of JSON lines.")
+    if path.is_file():
         return load_dataset("json", data_files=script_args.dataset_name, streaming=script_args.dataset_streaming)
     return load_dataset(
         script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
     )
+
+
+def get_split(splits: Any, name: str, flag: str) -> Any:
+    """A split of the dataset, by the name that a flag gives."""
+    if name not in splits:
+        raise SystemExit(f"The dataset has no split {name!r} but {', '.join(splits)}. Set --{flag}.")
+    return splits[name]
+
+
+def column_names(split: Any) -> list[str]:
+    """The columns of a split; a stream does not always know its own."""
+    return split.column_names or list(next(iter(split), {}))
+
+
+def check_columns(split: Any, columns: ColumnArguments, text_field: str) -> None:
+    """Say which flags are missing for a dataset that is in none of TRL's formats."""
+    names = column_names(split)
+    if columns.prompt_column:
+        known = {columns.prompt_column, columns.completion_column} <= set(names)
+    else:
+        formats = ({"input_ids"}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {text_field})
+        known = any(format <= set(names) for format in formats)
+    if not known:
+        raise SystemExit(
+            f"The dataset has the columns {', '.join(names) or '(none)'}. Say where prompts and completions stand, "
+            "for example --prompt_column question --completion_column answer, or where whole texts do, with "
+            "--dataset_text_field. A dataset in a format of TRL's needs neither."
+        )
 
 
 def to_prompt_completion(dataset: Any, prompt_column: str, completion_column: str, chat: bool) -> Any:
@@ -79,7 +110,8 @@ def to_prompt_completion(dataset: Any, prompt_column: str, completion_column: st
             "completion": [{"role": "assistant", "content": completion}],
         }
 
-    return dataset.map(convert, remove_columns=[prompt_column, completion_column])
+    # None of the other columns is left: TRL would take one named `text` for the text to train on.
+    return dataset.map(convert, remove_columns=column_names(dataset))
 
 
 def main() -> None:
@@ -96,15 +128,23 @@ def main() -> None:
         revision=model_args.model_revision,
         trust_remote_code=training_args.trust_remote_code,
     )
-    dataset = load_splits(script_args, mixture_args)
+    splits = load_splits(script_args, mixture_args)
+    train, evaluation = get_split(splits, script_args.dataset_train_split, "dataset_train_split"), None
+    if training_args.eval_strategy != "no":
+        evaluation = get_split(splits, script_args.dataset_test_split, "dataset_test_split")
+    check_columns(train, columns, training_args.dataset_text_field)
     if columns.prompt_column:
         chat = bool(tokenizer.chat_template or training_args.chat_template_path)
-        dataset = to_prompt_completion(dataset, columns.prompt_column, columns.completion_column, chat)
+        names = (columns.prompt_column, columns.completion_column)
+        train = to_prompt_completion(train, *names, chat)
+        if evaluation is not None:
+            check_columns(evaluation, columns, training_args.dataset_text_field)
+            evaluation = to_prompt_completion(evaluation, *names, chat)
     trainer = MarsSFTTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        train_dataset=train,
+        eval_dataset=evaluation,
         processing_class=tokenizer,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from _problems import read_problems
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -194,7 +195,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    questions = [json.loads(line)["question"] for line in arguments.data.read_text().splitlines()[:64]]
+    questions = [problem["question"] for problem in read_problems(arguments.data, 64)]
     phases = [(arguments.phase_seconds, rate) for rate in arguments.rates]
     load = Load(arguments.server, questions, phases, arguments.new_tokens, arguments.period)
     runs = {}

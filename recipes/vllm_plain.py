@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from _problems import read_problems
+
 
 def ask(args: argparse.Namespace) -> None:
     """Let stock transformers reply, and keep the prompts beside the replies, as token ids."""
@@ -20,8 +22,8 @@ def ask(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=args.dtype)
     replies = []
-    for line in args.data.read_text().splitlines()[: args.limit]:
-        chat = [{"role": "user", "content": json.loads(line)["question"]}]
+    for problem in read_problems(args.data, args.limit):
+        chat = [{"role": "user", "content": problem["question"]}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         length = inputs["input_ids"].shape[1]
         output = model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)[0].tolist()

@@ -184,13 +184,32 @@ def test_dense_batch_is_model_input():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"block_size": 1}, "`block_size` must be at least 2, got 1"),
+        ({"block_size": 1}, "`block_size` must be an integer of at least 2, got 1"),
+        ({"block_size": 2.5}, "`block_size` must be an integer of at least 2, got 2.5"),
+        ({"block_size": "4"}, "got '4'"),
+        ({"mask_token_id": None}, "`mask_token_id` must be an integer of at least 0, got None"),
+        ({"mask_token_id": -1}, "got -1"),
+        ({"pad_to_multiple_of": 0}, "`pad_to_multiple_of` must be an integer of at least 1 or None, got 0"),
         ({"block_offset": "half"}, "`block_offset` must be one of fixed, random, got 'half'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         DataCollatorForMars(**{"pad_token_id": PAD, "mask_token_id": MASK, "block_size": 2, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "has 3 `input_ids`, and its `labels` are of 2"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "has 3 `input_ids`, and its `seq_lengths` are of 2"),
+    ],
+)
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_examples_whose_parts_do_not_fit_are_refused(example, message, padding_free):
+    collator = DataCollatorForMars(PAD, mask_token_id=MASK, block_size=2, padding_free=padding_free)
+    with pytest.raises(ValueError, match=message):
+        collator([{"input_ids": [4, 5, 6, 7]}, example])
 
 
 def random_packed(seed: int, count: int = 3) -> list[dict[str, list[int]]]:

@@ -10,8 +10,10 @@ import torch
 from decoding_models import EOS, MASK, PAD, brute_force, left_pad, random_prompts, tiny_model
 from transformers import (
     AsyncTextIteratorStreamer,
+    EosTokenCriteria,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -191,6 +193,32 @@ def test_stateful_criteria_stop_each_row_where_ar_would(tau):
         assert output.sequences[row, 9 : 9 + length].tolist() == text[:end]
         assert (output.sequences[row, 9 + length :] == PAD).all()
     assert output.accepted_lengths.max() > 1
+
+
+class EndsNever(EosTokenCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class LengthByRow(MaxLengthCriteria):
+    def __init__(self, lengths: list[int]):
+        super().__init__(max_length=200)
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.lengths
+
+
+@pytest.mark.parametrize("tau", [1e-9, 0.1])
+def test_a_subclass_of_a_stock_criterion_is_asked(tau):
+    model = tiny_model(seed=13)
+    inputs = left_pad(random_prompts([6, 9]))
+    plain = generate(model, inputs, tau, eos_token_id=None)
+    criteria = StoppingCriteriaList([EndsNever(int(plain.sequences[0, 13])), LengthByRow([14, 19])])
+    output = generate(model, inputs, tau, eos_token_id=None, stopping_criteria=criteria)
+    assert output.accepted_lengths.sum(-1).tolist() == [5, 10]
+    assert torch.equal(output.sequences[0, :14], plain.sequences[0, :14])
+    assert torch.equal(output.sequences[1], plain.sequences[1, :19])
 
 
 def test_stop_strings_and_max_time():

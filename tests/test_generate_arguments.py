@@ -229,6 +229,16 @@ def test_what_a_generation_config_records_may_lie_idle(kwargs):
     assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False, **kwargs), expected)
 
 
+def test_a_misspelt_entry_of_a_generation_config_is_refused():
+    model, inputs = tiny_model(), left_pad(random_prompts([6]))
+    config = GenerationConfig(max_new_tokens=4, mars_treshold=0.5)
+    with pytest.raises(ValueError, match=r"`mars_treshold`.*Known: mars_threshold"):
+        model.generate(**inputs, generation_config=config)
+    model.generation_config.mars_blocksize = 8
+    with pytest.raises(ValueError, match="mars_blocksize"):
+        model.generate(**inputs, max_new_tokens=4, mars_threshold=0.5)
+
+
 def test_a_compiled_forward_is_refused():
     inputs = left_pad(random_prompts([6]))
     compiled, swapped = tiny_model(), tiny_model()

@@ -81,6 +81,13 @@ def test_a_token_with_another_meaning_is_refused(role):
     assert tokenizer.mask_token is None
 
 
+@pytest.mark.parametrize("blank", ["", " ", "\n"])
+def test_a_blank_token_is_refused(tokenizer, blank):
+    with pytest.raises(ValueError, match="is blank, and any text has blanks"):
+        add_mask_token(tokenizer, make_llama(300), blank)
+    assert tokenizer.mask_token is None
+
+
 def test_a_peft_model_cannot_grow(tokenizer):
     model = get_peft_model(make_llama(len(tokenizer)), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="on the base model before you wrap it"):

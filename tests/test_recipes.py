@@ -88,6 +88,8 @@ def test_lossless(quickstart: tuple[Path, str], problems: Path, tmp_path: Path):
             # The quick checkpoint has learned too little for more than a run of the recipe.
             assert by_setting[size, setting]["tokens_per_forward"] >= 1.0
     assert by_setting[1, "lossless, 3 drafts"]["against_prompt_lookup"] > 0
+    assert re.search(r"2 problems, batch size 2: (\d+) of \1 calls", result.stderr)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lossless.png", "results.json", "results.md"]
     assert "| 2 | 0.9 |" in result.stdout
     assert (tmp_path / "lossless.png").read_bytes().startswith(b"\x89PNG")
 

@@ -912,7 +912,17 @@ def with_layers(**config):
     return model
 
 
+def with_frozen_embedding():
+    model = make_model()
+    model.get_input_embeddings().requires_grad_(False)
+    return model
+
+
 REFUSED_MODELS = {
+    "frozen embedding": (
+        with_frozen_embedding,
+        r"embedding is frozen, so the mask token '<\|mask\|>' \(id 261\) would stay untrained.*requires_grad_\(True\)",
+    ),
     "encoder-decoder": (
         lambda: T5ForConditionalGeneration(T5Config(vocab_size=272, d_model=16, d_kv=4, d_ff=16, num_layers=1)),
         "`t5` is an encoder-decoder",
@@ -976,6 +986,12 @@ def test_refused_models(tmp_path, case):
     make, message = REFUSED_MODELS[case]
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, make(), mars_block_size=2)
+
+
+def test_a_frozen_embedding_that_knows_the_mask_token_is_taken(tmp_path):
+    model = with_frozen_embedding()
+    model.generation_config.mars_mask_token_id = 261
+    assert make_trainer(tmp_path, model, mars_block_size=2)
 
 
 def test_weights_are_not_loaded_for_a_refusal(tmp_path, saved):

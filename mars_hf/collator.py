@@ -15,7 +15,6 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
-from .checks import check_count
 from .masks import dense_mask
 from .streams import batch_layout, clean_rows, random_phases, two_streams
 
@@ -65,10 +64,12 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
     dense_mask: bool = field(default=True, kw_only=True)
 
     def __post_init__(self):
-        check_count("block_size", self.block_size, 2)
-        check_count("mask_token_id", self.mask_token_id, 0)
-        if self.pad_to_multiple_of is not None:
-            check_count("pad_to_multiple_of", self.pad_to_multiple_of, 1, " or None")
+        for name, least in (("block_size", 2), ("mask_token_id", 0), ("pad_to_multiple_of", 1)):
+            value = getattr(self, name)
+            if value is None and name == "pad_to_multiple_of":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
         if self.block_offset not in BLOCK_OFFSETS:
             raise ValueError(f"`block_offset` must be one of {', '.join(BLOCK_OFFSETS)}, got {self.block_offset!r}.")
 

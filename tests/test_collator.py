@@ -189,7 +189,7 @@ def test_dense_batch_is_model_input():
         ({"block_size": "4"}, "got '4'"),
         ({"mask_token_id": None}, "`mask_token_id` must be an integer of at least 0, got None"),
         ({"mask_token_id": -1}, "got -1"),
-        ({"pad_to_multiple_of": 0}, "`pad_to_multiple_of` must be an integer of at least 1 or None, got 0"),
+        ({"pad_to_multiple_of": 0}, "`pad_to_multiple_of` must be an integer of at least 1, got 0"),
         ({"block_offset": "half"}, "`block_offset` must be one of fixed, random, got 'half'"),
     ],
 )

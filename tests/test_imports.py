@@ -20,7 +20,6 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 # The dependency table of the design: each file may import from these, all of which stand above it.
 TABLE = {
-    "checks": set(),
     "masks": set(),
     "attention": {"masks"},
     "tiled_attention": {"masks"},
@@ -30,7 +29,7 @@ TABLE = {
     "cache": set(),
     "mask_token": set(),
     "streams": {"masks"},
-    "collator": {"checks", "masks", "streams"},
+    "collator": {"masks", "streams"},
     "refusals": {"masks", "mask_token"},
     "end_of_turn": set(),
     "fused_head": set(),
@@ -38,6 +37,7 @@ TABLE = {
     "packing": set(),
     "loading": {"refusals", "sft_config"},
     "stream_log": {"losses", "streams"},
+    "checks": set(),
     "draft_options": {"checks"},
     "options": {"acceptance", "checks", "draft_options"},
     "pacing": set(),

@@ -287,6 +287,11 @@ BAD = {
     "left": {"attention_mask": torch.tensor([[1, 1, 0]])},
     "positions": {"max_new_tokens": 999},
     "neither empty": {"input_ids": torch.zeros(1, 0, dtype=torch.long)},
+    r"`threshold` must be in": {"threshold": "0.9"},
+    "an id from 0 to 60, got 61": {"mask_token_id": 61},
+    "an id from 0 to 60, got None": {"mask_token_id": None},
+    "no text would end": {"mask_token_id": EOS},
+    "The prompts hold": {"mask_token_id": 7},
 }
 
 
@@ -392,6 +397,19 @@ def test_jacobi_row_does_not_depend_on_its_batch():
 def test_jacobi_refuses(options: dict):
     with pytest.raises(ValueError, match="must be a positive integer"):
         jacobi_generate(tiny_model(), torch.tensor([[5]]), **{"max_new_tokens": 3, **options})
+
+
+def test_ids_of_32_bits_are_ids():
+    model, inputs = tiny_model(), left_pad(random_prompts([5, 3]), pad=MASK)
+    narrow = {**inputs, "input_ids": inputs["input_ids"].int()}
+    samplers = [
+        lambda **prompts: jacobi_generate(model, **prompts, max_new_tokens=6),
+        lambda **prompts: block_diffusion_generate(
+            model, **prompts, mask_token_id=MASK, block_size=4, max_new_tokens=6
+        ),
+    ]
+    for sample in samplers:
+        assert torch.equal(sample(**narrow).sequences, sample(**inputs).sequences)
 
 
 def test_without_end_token_rows_run_to_the_limit():

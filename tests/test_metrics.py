@@ -95,6 +95,15 @@ def test_tokens_per_forward_is_a_ratio_of_sums():
     assert (result["low"], result["high"]) == (1.0, 3.0)
     with pytest.raises(ValueError, match="one forward pass at least"):
         metric.compute(tokens=[1], forwards=[0])
+    with pytest.raises(ValueError, match="no fewer than 0 tokens"):
+        metric.compute(tokens=[-1], forwards=[1])
+
+
+@pytest.mark.parametrize("name", ["gsm8k_exact_match", "tokens_per_forward", "ar_agreement"])
+def test_no_reply_is_said_to_be_none(name: str):
+    columns = ("tokens", "forwards") if name == "tokens_per_forward" else ("predictions", "references")
+    with pytest.raises(ValueError, match="one value and one weight per example"):
+        evaluate.load(metric_path(name)).compute(**{column: [] for column in columns})
 
 
 def test_ar_agreement():

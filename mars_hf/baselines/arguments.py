@@ -54,6 +54,21 @@ def end_tokens(
     return torch.tensor([ids] if isinstance(ids, int) else list(ids), device=device)
 
 
+def check_mask_token(model: PreTrainedModel, mask_token_id: int, prompts: Tensor, stops: Tensor | None) -> None:
+    """Check the id of [MASK] against the tokens of the prompts, in any shape, and the ids that end a row.
+
+    Raises:
+        ValueError: for an id without an embedding row, that ends a row, or that a prompt holds.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if isinstance(mask_token_id, bool) or not isinstance(mask_token_id, int) or not 0 <= mask_token_id < rows:
+        raise ValueError(f"`mask_token_id` must be an id from 0 to {rows - 1}, got {mask_token_id!r}.")
+    if stops is not None and mask_token_id in stops.tolist():
+        raise ValueError(f"`mask_token_id` {mask_token_id} is an `eos_token_id` too, so no text would end with it.")
+    if bool((prompts == mask_token_id).any()):
+        raise ValueError(f"The prompts hold [MASK] ({mask_token_id}), and the sampler would fill it. Leave it out.")
+
+
 def padding_token(model: PreTrainedModel, stops: Tensor | None, pad_token_id: int | None) -> int | None:
     """The id that fills rows which end early: the one given, else that of the generation config, else an end token."""
     if pad_token_id is None:

@@ -16,7 +16,7 @@ from ..cache import MarsCache
 from ..few_tokens import few_token_products
 from ..masks import CLEAN, PADDING, Layout, masks_for_model, stream_layout
 from ..outputs import MarsGenerateOutput
-from .arguments import check_prompts, end_tokens, finish
+from .arguments import check_mask_token, check_prompts, end_tokens, finish
 from .block_diffusion import sees
 
 
@@ -56,15 +56,16 @@ def block_diffusion_generate(
         forward that the row took part in.
 
     Raises:
-        ValueError: for arguments out of range and right-padded prompts.
+        ValueError: for arguments out of range, right-padded prompts, and prompts with [MASK]s, which would be filled.
     """
     prompt_mask = check_prompts(model, input_ids, attention_mask, max_new_tokens)
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"`block_size` must be a positive integer, got {block_size!r}.")
-    if not 0 < threshold <= 1:
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
         raise ValueError(f"`threshold` must be in (0, 1], got {threshold!r}.")
     stops = end_tokens(model, eos_token_id, input_ids.device)
-    sampler = BlockSampler(model, input_ids, prompt_mask, mask_token_id, block_size, max_new_tokens)
+    check_mask_token(model, mask_token_id, input_ids[prompt_mask], stops)
+    sampler = BlockSampler(model, input_ids.long(), prompt_mask, mask_token_id, block_size, max_new_tokens)
     filled: list[Tensor] = []
     with few_token_products(model):
         while not sampler.done(stops):

@@ -58,7 +58,7 @@ def jacobi_generate(
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ValueError(f"`window` must be a positive integer, got {window!r}.")
     stops = end_tokens(model, eos_token_id, input_ids.device)
-    rows = JacobiRows(model, input_ids, prompt_mask, max_new_tokens, window)
+    rows = JacobiRows(model, input_ids.long(), prompt_mask, max_new_tokens, window)
     going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
     steps: list[Tensor] = []
     with few_token_products(model):

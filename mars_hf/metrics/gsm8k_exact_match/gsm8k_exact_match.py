@@ -32,7 +32,8 @@ class Gsm8kExactMatch(evaluate.Metric):
     def _compute(self, predictions: list[str], references: list[str], seed: int = 0) -> dict[str, float]:
         right = [gsm8k_match(*pair) for pair in zip(predictions, references, strict=True)]
         result: dict[str, float] = {}
-        for name, values in zip(("strict", "flexible"), zip(*right, strict=True), strict=True):
+        for place, name in enumerate(("strict", "flexible")):
+            values = [pair[place] for pair in right]
             low, high = bootstrap_interval(values, seed=seed)
             result |= {name: sum(values) / len(values), f"{name}_low": low, f"{name}_high": high}
         return result

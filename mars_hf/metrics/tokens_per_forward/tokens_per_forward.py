@@ -29,7 +29,9 @@ class TokensPerForward(evaluate.Metric):
         )
 
     def _compute(self, tokens: list[int], forwards: list[int], seed: int = 0) -> dict[str, float]:
-        if min(forwards) < 1:
+        if min(forwards, default=1) < 1:
             raise ValueError("A reply takes one forward pass at least; `forwards` holds a smaller number.")
+        if min(tokens, default=0) < 0:
+            raise ValueError("A reply has no fewer than 0 tokens; `tokens` holds a smaller number.")
         low, high = bootstrap_interval(tokens, forwards, seed=seed)
         return {"tokens_per_forward": sum(tokens) / sum(forwards), "low": low, "high": high}

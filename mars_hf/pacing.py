@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,32 +35,38 @@ class CostMeter:
         self._recent: dict[tuple[int, int], deque[float]] = {}
         self._begun: set[tuple[int, int]] = set()
         self._curves: dict[int, tuple[list[int], list[float]]] = {}
+        # Threads that generate with one model share its meter.
+        self._lock = Lock()
 
     def record(self, rows: int, width: int, seconds: float) -> None:
         """Note a forward of `rows` rows that were fed `width` tokens each."""
-        if (rows, width) not in self._begun:
-            self._begun.add((rows, width))
-            return
-        self._recent.setdefault((rows, width), deque(maxlen=RECENT)).append(seconds)
-        widths = sorted(measured for count, measured in self._recent if count == rows)
-        self._curves[rows] = widths, monotone([median_low(self._recent[rows, width]) for width in widths])
+        with self._lock:
+            if (rows, width) not in self._begun:
+                self._begun.add((rows, width))
+                return
+            self._recent.setdefault((rows, width), deque(maxlen=RECENT)).append(seconds)
+            widths = sorted(measured for count, measured in self._recent if count == rows)
+            self._curves[rows] = widths, monotone([median_low(self._recent[rows, width]) for width in widths])
 
     def is_measured(self, rows: int, width: int) -> bool:
         """Whether such a forward was seen, with half to double the rows."""
-        return any(measured == width and rows <= 2 * count <= 4 * rows for count, measured in self._recent)
+        with self._lock:
+            return any(measured == width and rows <= 2 * count <= 4 * rows for count, measured in self._recent)
 
     def seconds(self, rows: int, width: float) -> float:
         """The estimated seconds of a forward; 1 for all as long as nothing is measured."""
-        if not self._curves:
+        with self._lock:
+            curves = dict(self._curves)
+        if not curves:
             return 1.0
-        nearest, *others = sorted(self._curves, key=lambda count: max(rows / count, count / rows))
-        widths = self._curves[nearest][0]
+        nearest, *others = sorted(curves, key=lambda count: max(rows / count, count / rows))
+        widths = curves[nearest][0]
         edge = min(max(width, widths[0]), widths[-1])
-        seconds = interpolate(width, *self._curves[nearest])
+        seconds = interpolate(width, *curves[nearest])
         if edge == width:
             return seconds
         for other in others:
-            curve = self._curves[other]
+            curve = curves[other]
             if curve[0][0] <= width <= curve[0][-1]:
                 return seconds * interpolate(width, *curve) / interpolate(edge, *curve)
         return seconds

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+import threading
 
 import pytest
 
@@ -86,6 +88,33 @@ def test_beyond_what_was_measured_the_shape_of_other_rows_counts():
     alone = WarmMeter()
     alone.record(15, 7, 1.0)
     assert alone.seconds(15, 1) == alone.seconds(3, 20) == 1.0
+
+
+def test_threads_share_a_meter():
+    meter, errors = CostMeter(), []
+
+    def work(first: int) -> None:
+        try:
+            for rows, width in itertools.product(range(first, 40, 2), range(1, 30)):
+                for _ in range(2):
+                    meter.record(rows, width, 1.0)
+                meter.is_measured(500, 1)
+                meter.seconds(3, width)
+        except RuntimeError as error:
+            errors.append(error)
+
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(first,)) for first in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(usual)
+    assert errors == []
+    assert meter.is_measured(39, 29)
 
 
 def test_monotone_is_the_closest_non_decreasing_sequence():

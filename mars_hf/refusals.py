@@ -151,3 +151,22 @@ def refuse_optimizer(optimizer: Any, model: PreTrainedModel, mask_token: MaskTok
             "`add_mask_token(tokenizer, model)` before you make the optimizer, or set `optimizer_cls_and_kwargs` "
             "instead."
         )
+
+
+def refuse_copied_head(peft_model: Any) -> None:
+    """Refuse an adapter to which TRL added the head, for the tokens of a cloned chat template, where the head is tied.
+
+    PEFT does train it as a copy beside single rows of the embedding, and fails in the first forward after training.
+
+    Raises:
+        ValueError: if the head is tied, and among the modules that are saved, beside trainable rows.
+    """
+    if not peft_model.get_base_model().config.get_text_config().tie_word_embeddings:
+        return
+    config = peft_model.peft_config[peft_model.active_adapter]
+    if getattr(config, "trainable_token_indices", None) and "lm_head" in (config.modules_to_save or ()):
+        raise ValueError(
+            "The chat template of `chat_template_path` brought new tokens, for which TRL trains the head as a copy. "
+            "It is tied to the embedding, and PEFT cannot do that beside single rows of the embedding. Set "
+            "`chat_template_path` to a file with the template alone (`.jinja`), or train without `peft_config`."
+        )

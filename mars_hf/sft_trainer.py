@@ -33,7 +33,14 @@ from .mask_token import add_mask_token, find_mask_token, train_mask_row
 from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
 from .modeling import get_mars_model
 from .packing import pack_wrapped
-from .refusals import refuse_arguments, refuse_model, refuse_optimizer, refuse_parallelism, refuse_processor
+from .refusals import (
+    refuse_arguments,
+    refuse_copied_head,
+    refuse_model,
+    refuse_optimizer,
+    refuse_parallelism,
+    refuse_processor,
+)
 from .sft_config import MarsSFTConfig, as_mars_config, block_size_at
 from .stream_log import log_clean_stream, log_streams
 from .streams import batch_layout, clean_rows
@@ -164,6 +171,8 @@ class MarsSFTTrainer(SFTTrainer):
         """Swap the collator for the two-stream one, and record in the model what decoding must know."""
         # Again, because a cloned chat template may have brought a new end token.
         find_mask_token(self._tokenizer)
+        if is_peft_model(self.model):
+            refuse_copied_head(self.model)
         self.data_collator = DataCollatorForMars(
             pad_token_id=self._tokenizer.pad_token_id,
             padding_free=self.args.padding_free,

@@ -77,6 +77,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         if getattr(args, option.name) is not None
     }
     args.settings = dataclasses.replace(SCALES[args.scale], **given)
+    if args.seeds < 1:
+        parser.error(f"--seeds {args.seeds}: a table needs one at least")
     for pair in args.checkpoint:
         if pair.partition("=")[0] not in SYSTEMS:
             parser.error(f"--checkpoint {pair}: there is no such system")

@@ -244,6 +244,9 @@ def test_unknown_system_is_refused(capsys):
     with pytest.raises(SystemExit):
         paper.parse_args(["main", "--checkpoint", "mamba=path"])
     assert "no such system" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        paper.parse_args(["main", "--seeds", "0"])
+    assert "--seeds 0: a table needs one at least" in capsys.readouterr().err
 
 
 def test_other_names_of_tables():

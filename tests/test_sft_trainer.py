@@ -839,6 +839,20 @@ def test_a_tied_head_beside_single_rows_is_refused(tmp_path):
     assert make_trainer(tmp_path, make_model("llama"), peft_config=peft_config, mars_block_size=2)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+def test_a_tied_head_for_the_tokens_of_a_cloned_template_is_refused(tmp_path):
+    other = make_tokenizer()
+    other.add_special_tokens({"eos_token": "<|stop|>"})
+    other.save_pretrained(tmp_path / "other")
+    options = {"data": CHAT, "chat_template_path": str(tmp_path / "other"), "mars_block_size": 2}
+    peft_config = LoraConfig(target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=r"trains the head as a copy.*Set `chat_template_path` to a file"):
+        make_trainer(tmp_path, make_model("qwen2"), peft_config=peft_config, **options)
+    assert make_trainer(tmp_path, make_model("llama"), peft_config=copy.deepcopy(peft_config), **options)
+    assert make_trainer(tmp_path, make_model("qwen2"), **options)
+
+
 def test_masks_without_labels_are_refused_as_in_sft(tmp_path):
     rows = [{"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 1, 1]}]
     skip = {"dataset_kwargs": {"skip_prepare_dataset": True}, "mars_block_size": 2}

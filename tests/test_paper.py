@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (recipes are no package: their folder must be on the path before they are imported)
 """The recipe of the paper's tables: it runs to the end, goes on where it was, and its figures are what they say."""
 
 from __future__ import annotations
@@ -10,20 +9,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-RECIPES = Path(__file__).parents[1] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
 import paper
 import paper_benchmarks
 import paper_settings
 import paper_tables
+import pytest
 from paper_measure import Bench
 from paper_settings import MAIN, SCALES, SWEEP, SYSTEMS, Decoding, Row, fingerprint, mars
 from paper_store import Store
 from paper_systems import Lab
 from trl import SFTTrainer
+
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 SMALL = {
     "steps": 2,

@@ -8,21 +8,18 @@ import sys
 import warnings
 from pathlib import Path
 
-import pytest
-from datasets import Dataset, DatasetDict
-from trl import DatasetMixtureConfig, ScriptArguments
-
-RECIPES = Path(__file__).parents[1] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
 import _measure
 import plot_training
+import pytest
 import sft
 from _measure import Run, measure
 from _problems import read_problems
 from conftest import make_model, make_tokenizer
+from datasets import Dataset, DatasetDict
 from paper_store import Store
+from trl import DatasetMixtureConfig, ScriptArguments
 
+RECIPES = Path(__file__).parents[1] / "recipes"
 ROW = {"question": "a\u2028b\u0085c?", "answer": "#### 1"}
 
 
@@ -81,7 +78,7 @@ def test_sft_names_a_file_that_holds_nothing(tmp_path: Path, exists: bool):
     path = tmp_path / "data.jsonl"
     if exists:
         path.touch()
-    with pytest.raises(SystemExit, match="is not a file, or an empty one. Set --dataset_name"):
+    with pytest.raises(SystemExit, match=r"is not a file, or an empty one\. Set --dataset_name"):
         sft.load_splits(ScriptArguments(dataset_name=str(path)), DatasetMixtureConfig())
 
 

@@ -5,11 +5,12 @@
 Every form takes a step on the same batch before any takes the next, so that whatever else the machine does falls on
 all alike; figures are medians over the steps. The floor is (tokens of both streams that the loss needs) / (tokens of
 one).
-Memory is the peak during a step, of one model with its gradients and optimizer; on CPU it is that of the process, and
-says little for batches of a few megabytes. `--fast` is a check that it runs.
+Memory is the peak during a step, of one model with its gradients and optimizer; on CPU, where glibc must be the C
+library, it is that of the process, and says little for batches of a few megabytes. `--fast` is a check that it runs.
 """
 
 import argparse
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -62,6 +63,8 @@ class Memory:
             torch.cuda.reset_peak_memory_stats()
             self.start = torch.cuda.memory_allocated()
         else:
+            # What the allocator keeps for later is not in use: without this the first form would pay for all.
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is in use
             self.start = self._status("VmRSS")
 

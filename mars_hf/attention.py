@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .masks import GROUPED, use_attention
+from .masks import GROUPED, added_form, use_attention
 
 # Beyond so many queries attention is not about reading the cache, and the mask is what becomes large.
 MOST_QUERIES = 64
@@ -42,14 +42,14 @@ def grouped_attention(
         query.reshape(rows, key.shape[1], groups * queries, query.shape[3]),
         key,
         value,
-        _added_form(attention_mask, groups, query.dtype),
+        _folded_form(attention_mask, groups, query.dtype),
         kwargs.get("dropout", 0.0),
         scale=kwargs.get("scaling"),
     )
     return output.reshape(rows, heads, queries, value.shape[3]).transpose(1, 2).contiguous(), None
 
 
-def _added_form(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+def _folded_form(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """The mask as attention adds it to its scores, for G query heads at once: (N, 1, Q, K) to (N, 1, G * Q, K).
 
     All layers of a forward get the same mask, so its other form is made once, and kept with it.
@@ -57,7 +57,7 @@ def _added_form(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     known = {} if torch.compiler.is_compiling() else mask.__dict__.setdefault("_mars_added", {})
     if (groups, dtype) not in known:
         if mask.dtype is torch.bool:
-            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+            mask = added_form(mask, dtype)
         known[groups, dtype] = mask.repeat(1, 1, groups, 1)
     return known[groups, dtype]
 

@@ -233,9 +233,12 @@ class MaskForm:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _backend_form(self, mask: Tensor) -> Tensor:
-        if not self.is_added:
-            return mask
-        return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
+        return added_form(mask, self.dtype, torch.finfo(self.dtype).min) if self.is_added else mask
+
+
+def added_form(mask: Tensor, dtype: torch.dtype, hidden: float = float("-inf")) -> Tensor:
+    """A bool mask as it is added to the scores: 0 where a token may attend, `hidden` elsewhere."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)
 
 
 def masks_for_model(

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .masks import TILED, use_attention
+from .masks import TILED, added_form, use_attention
 
 # Queries of a tile: fewer leave out more, and cost more calls.
 TILE = 128
@@ -77,10 +77,9 @@ def _make_tiles(mask: Tensor, dtype: torch.dtype) -> list[Tile]:
     pairs = sum((part.stop - part.start) * len(keys) for part, keys in zip(parts, seen, strict=True))
     if pairs > MOST * length * mask.shape[3]:
         return []
-    hidden = [~mask[:, :, part].index_select(3, keys) for part, keys in zip(parts, seen, strict=True)]
     return [
-        Tile(part, keys, torch.zeros(out.shape, dtype=dtype).masked_fill_(out, float("-inf")))
-        for part, keys, out in zip(parts, seen, hidden, strict=True)
+        Tile(part, keys, added_form(mask[:, :, part].index_select(3, keys), dtype))
+        for part, keys in zip(parts, seen, strict=True)
     ]
 
 

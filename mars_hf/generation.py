@@ -105,8 +105,10 @@ class MarsGenerationMixin(GenerationMixin):
             "mars_adaptive_window": mars_adaptive_window,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        if "mars_threshold" in given or mars_lossless:
-            refuse_arguments(inspect.signature(super().generate).bind_partial(*args, **kwargs).arguments)
+        arguments = inspect.signature(super().generate).bind_partial(*args, **kwargs).arguments
+        configs = (arguments.get("generation_config"), self.generation_config)
+        if "mars_threshold" in given or mars_lossless or any(turns_on_mars(config) for config in configs):
+            refuse_arguments(arguments)
         return super().generate(*args, **given, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,6 +251,11 @@ class MarsGenerationMixin(GenerationMixin):
         )
         with self._optimize_model_for_decode(), grouped_heads(self), few_token_products(self):
             return decoder.run()
+
+
+def turns_on_mars(config: GenerationConfig | None) -> bool:
+    """Whether a generation config asks for MARS without a word from the call."""
+    return getattr(config, "mars_threshold", None) is not None or bool(getattr(config, "mars_lossless", None))
 
 
 def takes_stock_path(options: MarsOptions | None, cache: Any) -> bool:

@@ -169,14 +169,21 @@ def test_what_works_does_something(name):
         )
 
 
+@pytest.mark.parametrize("turned_on_by", ["call", "model", "config"])
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_is_refused_before_any_forward_pass(name):
+def test_is_refused_before_any_forward_pass(name, turned_on_by):
     model = tiny_model()
     model.register_forward_pre_hook(lambda *_: pytest.fail("a forward pass before the refusal"))
     kwargs = {"max_new_tokens": 8, "return_dict_in_generate": True, **REFUSED[name]}
+    if turned_on_by == "call":
+        kwargs["mars_threshold"] = 0.5
+    elif turned_on_by == "model":
+        model.generation_config.mars_threshold = 0.5
+    else:
+        kwargs["generation_config"] = GenerationConfig(mars_threshold=0.5)
     with pytest.raises(ValueError):  # noqa: PT011
-        model.generate(**left_pad(random_prompts([6, WIDTH, 4])), mars_threshold=0.5, **kwargs)
+        model.generate(**left_pad(random_prompts([6, WIDTH, 4])), **kwargs)
 
 
 ON = {"mars_threshold": 0.5}

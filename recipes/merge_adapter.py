@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--text", default="What is 12 times 12?", help="where the logits are compared")
     args = parser.parse_args()
 
+    if not (args.adapter / "adapter_config.json").is_file():
+        parser.error(f"{args.adapter} holds no adapter_config.json: give the output folder of a LoRA training.")
     tokenizer = AutoTokenizer.from_pretrained(args.adapter)
     model = AutoPeftModelForCausalLM.from_pretrained(args.adapter, dtype=args.dtype).eval()
     generation_config = GenerationConfig.from_pretrained(args.adapter)

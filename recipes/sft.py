@@ -51,7 +51,7 @@ class ColumnArguments:
 
     def __post_init__(self) -> None:
         if (self.prompt_column is None) != (self.completion_column is None):
-            raise ValueError("`prompt_column` and `completion_column` go together. Set both or neither.")
+            raise SystemExit("--prompt_column and --completion_column go together. Set both or neither.")
 
 
 def load_splits(script_args: ScriptArguments, mixture_args: DatasetMixtureConfig) -> Any:
@@ -59,7 +59,7 @@ def load_splits(script_args: ScriptArguments, mixture_args: DatasetMixtureConfig
     if mixture_args.datasets:
         return get_dataset(mixture_args)
     if not script_args.dataset_name:
-        raise ValueError("There is nothing to train on. Set `dataset_name`, or `datasets` in a config file.")
+        raise SystemExit("There is nothing to train on. Set --dataset_name, or `datasets` in a config file.")
     path = Path(script_args.dataset_name)
     if (path.stat().st_size == 0) if path.is_file() else path.suffix in (".json", ".jsonl"):
         raise SystemExit(f"{path} is not a file, or an empty one. Set --dataset_name to a file of JSON lines.")

@@ -80,18 +80,28 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.seeds < 1:
         parser.error(f"--seeds {args.seeds}: a table needs one at least")
     for pair in args.checkpoint:
-        if pair.partition("=")[0] not in SYSTEMS:
+        system, _, path = pair.partition("=")
+        if system not in SYSTEMS:
             parser.error(f"--checkpoint {pair}: there is no such system")
+        if not path:
+            parser.error(f"--checkpoint {pair}: say where it is, SYSTEM=PATH")
     args.given = dict(pair.split("=", 1) for pair in args.checkpoint)
+    needed = {table: systems_of(table, args.systems) for table in (TABLES if args.table == "all" else [args.table])}
+    args.tables = {table: systems for table, systems in needed.items() if systems}
+    if not args.tables:
+        parser.error(f"the table {args.table} has no row of --systems {' '.join(args.systems)}")
     return args
 
 
 def measure(bench: Bench, rows: list[Row], seeds: int) -> Measured:
-    """The records of every row and seed."""
-    rows = [row for row in rows if row.system in bench.systems]
+    """The records of every row and seed; one of seed 0 for a checkpoint that is given, which is one training."""
+    measured: Measured = {row: [] for row in rows if row.system in bench.systems}
     # Seed by seed, so that the first of them is whole early.
-    found = {(row, seed): bench.row(row, seed) for seed in range(seeds) for row in rows}
-    return {row: [found[row, seed] for seed in range(seeds)] for row in rows}
+    for seed in range(seeds):
+        for row, records in measured.items():
+            if seed == 0 or row.system not in bench.lab.given:
+                records.append(bench.row(row, seed))
+    return measured
 
 
 def run_main(bench: Bench, seeds: int, stem: Path) -> str:
@@ -103,7 +113,9 @@ def run_main(bench: Bench, seeds: int, stem: Path) -> str:
 def run_ablation(bench: Bench, seeds: int, stem: Path) -> str:
     measured = measure(bench, ABLATION, seeds)
     draw_ablation(stem.with_suffix(".png"), measured, BLOCK_SIZES)
-    logs = {row.system: [bench.lab.last_log(row.system, seed) for seed in range(seeds)] for row in measured}
+    logs = {
+        row.system: [bench.lab.last_log(row.system, seed) for seed in range(len(measured[row]))] for row in measured
+    }
     next_token = {
         name: [float(log["mean_token_accuracy"]) for log in entries] for name, entries in logs.items() if all(entries)
     }
@@ -138,7 +150,8 @@ def run_batch(bench: Bench, seeds: int, stem: Path) -> str:
 
 
 def run_cost(bench: Bench, seeds: int, stem: Path) -> str:
-    record = bench.costs(COST, 0)
+    # Whatever is timed is set against the reference, which costs no training.
+    record = bench.costs(tuple(name for name in COST if name == REFERENCE.system or name in bench.systems), 0)
     draw_cost(stem.with_suffix(".png"), record)
     return cost_table(record)
 
@@ -154,11 +167,19 @@ TABLES: dict[str, Callable[[Bench, int, Path], str]] = {
 
 
 def systems_of(table: str, wanted: list[str]) -> list[str]:
-    """What a table needs trained."""
-    rows = {"main": MAIN, "ablation": ABLATION, "sweep": SWEEP, "confidence": CONFIDENCE}.get(table, [])
-    names = [row.system for row in rows] + {"batch": ["mars-b4"], "cost": ["ar"]}.get(table, [])
-    names = [name for name in dict.fromkeys(names) if name in wanted]
+    """What a table needs trained; nothing if it has no row of the wanted systems."""
+    if table == "cost":
+        return ["ar"] if set(COST) & set(wanted) else []
+    rows = {"main": MAIN, "ablation": ABLATION, "sweep": SWEEP, "confidence": CONFIDENCE, "batch": [Row("mars-b4")]}
+    names = [name for name in dict.fromkeys(row.system for row in rows[table]) if name in wanted]
     return names + (["draft"] if table == "main" and REFERENCE.system in names else [])
+
+
+def train(lab: Lab, table: str, systems: list[str], seeds: int) -> None:
+    """Train what a table needs and what is not there yet."""
+    for seed in range(1 if table in ("batch", "cost") else seeds):
+        for name in systems:
+            lab.checkpoint(name, seed)
 
 
 def main() -> None:
@@ -166,15 +187,22 @@ def main() -> None:
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    is_main = PartialState().is_main_process
+    state = PartialState()
+    is_main = state.is_main_process
     lab = Lab(args.settings, args.output_dir, args.given, lambda line: print(line, flush=True) if is_main else None)
-    for table in TABLES if args.table == "all" else [args.table]:
-        # Every process of a launcher trains; one of them measures.
-        for seed in range(1 if table in ("batch", "cost") else args.seeds):
-            for name in systems_of(table, args.systems):
-                lab.checkpoint(name, seed)
+    lab.problems(0)  # says what is wrong with them before hours of training
+    if state.num_processes > 1:
+        # Every process of a launcher trains, and one of them measures, for longer than the others could wait.
+        if args.tables.pop("cost", None):
+            lab.say("The table cost is left out: it times the steps of one process. Start it without a launcher.")
+        if not args.tables:
+            raise SystemExit(2)
+        for table, systems in args.tables.items():
+            train(lab, table, systems, args.seeds)
         if not is_main:
-            continue
+            return
+    for table, systems in args.tables.items():
+        train(lab, table, systems, args.seeds)
         bench = Bench(lab, Store(args.output_dir / "results.jsonl"), args.systems)
         text = TABLES[table](bench, args.seeds, args.output_dir / table)
         write_whole(args.output_dir / f"{table}.md", text)

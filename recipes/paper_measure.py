@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from _measure import GREEDY, until_stop
-from paper_settings import BATCH, SYSTEMS, Decoding, Row, fingerprint
+from paper_settings import BATCH, SYSTEMS, Decoding, Row
 from paper_store import Record, Store
 from paper_systems import Lab, Problems
 from transformers import BatchEncoding
@@ -39,10 +39,14 @@ class Bench:
         return self.loaded[1]
 
     def key(self, row: Row, seed: int) -> str:
-        scale = self.scale
-        given = self.lab.given.get(row.system)
-        system = given or fingerprint(row.system, scale, seed)
-        return f"{system}/{row.decoding.key}/{scale.eval_data}/{scale.eval_examples}/{scale.max_new_tokens}"
+        """What tells a record from others: whatever its figures depend on."""
+        scale, method = self.scale, row.decoding.method
+        parts = [self.lab.fingerprint(row.system, seed)]
+        if method == "speculative":
+            parts.append(self.lab.fingerprint("draft", seed))
+        examples = min(scale.eval_examples, scale.single_examples) if method in SINGLE else scale.eval_examples
+        parts += [row.decoding.key, scale.eval_data, str(examples), str(scale.max_new_tokens), scale.dtype]
+        return "/".join([*parts, f"seed{seed}"])
 
     def row(self, row: Row, seed: int) -> Record:
         """The record of a row: per problem, whether it is right, tokens, forwards, agreement with plain decoding."""
@@ -184,7 +188,7 @@ class Bench:
 
     def costs(self, systems: tuple[str, ...], seed: int, steps: int = 12) -> Record:
         """Seconds and tokens of training steps of each system on the same examples, in turns."""
-        key = f"cost/{fingerprint('ar', self.scale, seed)}/{'+'.join(systems)}/{steps}"
+        key = f"steps/{self.lab.fingerprint('ar', seed)}/{'+'.join(systems)}/{steps}"
         if key in self.store:
             return self.store[key]
         self.lab.say("Timing training steps")
@@ -197,16 +201,19 @@ class Bench:
         loaders = {name: cycle(trainer.get_train_dataloader()) for name, trainer in trainers.items()}
         seconds: dict[str, list[float]] = {name: [] for name in systems}
         tokens: dict[str, list[int]] = {name: [] for name in systems}
-        for trainer in trainers.values():
-            trainer.create_optimizer()
+        prepared = {}
+        for name, trainer in trainers.items():
+            prepared[name] = trainer.accelerator.prepare(trainer.model, trainer.create_optimizer())
+            trainer.current_gradient_accumulation_steps = 1  # what `train` would set
         for number in range(steps + 1):
             for name, trainer in trainers.items():
-                batch = trainer._prepare_inputs(next(loaders[name]))
+                model, optimizer = prepared[name]
+                (batch,), targets = trainer.get_batch_samples(loaders[name], 1, trainer.args.device)
                 width = int(batch["input_ids"].ne(trainer.processing_class.pad_token_id).sum())
                 started = time.perf_counter()
-                trainer.accelerator.backward(trainer.compute_loss(trainer.model.train(), batch))
-                trainer.optimizer.step()
-                trainer.optimizer.zero_grad()
+                trainer.training_step(model, batch, targets)
+                optimizer.step()
+                optimizer.zero_grad()
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 if number:  # the first step pays for what later ones find ready

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 THRESHOLDS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -187,8 +189,12 @@ SCALES = {
 }
 
 
-def fingerprint(name: str, scale: Scale, seed: int) -> str:
-    """A folder name that changes with whatever changes the checkpoint of a system."""
+def fingerprint(name: str, scale: Scale, seed: int, given: Mapping[str, str] | None = None) -> str:
+    """A folder name that changes with whatever changes the checkpoint of a system.
+
+    Args:
+        given: checkpoints that were not trained here, by system; such a one ends the chain that a system starts from.
+    """
     training = {
         key: value
         for key, value in dataclasses.asdict(scale).items()
@@ -196,9 +202,13 @@ def fingerprint(name: str, scale: Scale, seed: int) -> str:
     }
     training["data_skipped"] = scale.eval_examples
     chain: list[Any] = [training]
-    system: System | None = SYSTEMS[name]
-    while system is not None:
-        chain.append({**dataclasses.asdict(system), "label": None})
-        system = SYSTEMS[system.start] if system.start else None
+    link: str | None = name
+    while link is not None:
+        chain.append({**dataclasses.asdict(SYSTEMS[link]), "label": None})
+        if given and link in given:
+            path = Path(given[link])
+            chain.append(str(path.resolve()) if path.exists() else given[link])
+            break
+        link = SYSTEMS[link].start
     digest = hashlib.sha256(json.dumps(chain, sort_keys=True).encode()).hexdigest()[:8]
     return f"{name}-seed{seed}-{digest}"

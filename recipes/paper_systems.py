@@ -80,11 +80,15 @@ class Lab:
         model = AutoMarsModelForCausalLM.from_pretrained(name, dtype="float32")
         return model, AutoTokenizer.from_pretrained(name, padding_side="left")
 
+    def fingerprint(self, name: str, seed: int) -> str:
+        """What tells a system's checkpoint of a seed from others; one that is given is the same for every seed."""
+        return fingerprint(name, self.scale, 0 if name in self.given else seed, self.given)
+
     def checkpoint(self, name: str, seed: int) -> Path:
         """The checkpoint of a system, trained if it is not there yet."""
         if name in self.given:
             return Path(self.given[name])
-        path = self.folder / "checkpoints" / fingerprint(name, self.scale, seed)
+        path = self.folder / "checkpoints" / self.fingerprint(name, seed)
         if path.exists():
             return path
         system = SYSTEMS[name]
@@ -107,6 +111,8 @@ class Lab:
 
     def last_log(self, name: str, seed: int) -> dict[str, float]:
         """What training logged last; empty for a checkpoint that was given."""
+        if name in self.given:
+            return {}
         path = self.checkpoint(name, seed) / "log_history.json"
         entries = json.loads(path.read_text()) if path.exists() else []
         return next((entry for entry in reversed(entries) if "mean_token_accuracy" in entry), {})
@@ -164,6 +170,7 @@ class Lab:
             "report_to": "none",
             "seed": seed,
             "bf16": scale.dtype == "bfloat16",
+            "use_cpu": not on_gpu,
             "activation_checkpointing": False,
             "dataloader_pin_memory": on_gpu,
             "disable_tqdm": True,

@@ -65,12 +65,14 @@ def agreement(records: list[Record]) -> Figure | None:
 
 
 def difference(records: list[Record], others: list[Record], field: str = "strict") -> Figure:
-    """Accuracy less that of other records, problem by problem: both answered the same ones of each seed."""
+    """Accuracy less that of other records, problem by problem, over the seeds that both have."""
     values, seeds = [], []
-    for own, other in zip(records, others, strict=True):
-        pairs = zip(own[field], other[field], strict=False)  # rows of one prompt at a time answer the first few
-        values += [a - b for a, b in pairs]
-        seeds += [own["seed"]] * min(len(own[field]), len(other[field]))
+    by_seed = {record["seed"]: record for record in others}
+    for own in records:
+        if own["seed"] in by_seed:
+            pairs = list(zip(own[field], by_seed[own["seed"]][field], strict=False))  # some answer the first few only
+            values += [a - b for a, b in pairs]
+            seeds += [own["seed"]] * len(pairs)
     return ratio_of_sums(values, [1.0] * len(values), seeds)
 
 

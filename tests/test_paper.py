@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -14,6 +15,7 @@ import paper_benchmarks
 import paper_settings
 import paper_tables
 import pytest
+import torch
 from paper_measure import Bench
 from paper_settings import MAIN, SCALES, SWEEP, SYSTEMS, Decoding, Row, fingerprint, mars
 from paper_store import Store
@@ -190,6 +192,104 @@ def test_fingerprint_changes_with_training_only():
     assert fingerprint("mars-nosft-b4", tiny, 0).split("-")[-1] != name.split("-")[-1]
 
 
+def test_a_given_checkpoint_tells_records_and_what_goes_on_from_it_apart(tmp_path: Path):
+    tiny, name = SCALES["tiny"], fingerprint("mars-b4", SCALES["tiny"], 0)
+    assert fingerprint("mars-b4", tiny, 0, {"draft": "X"}) == name
+    assert len({name, *(fingerprint("mars-b4", tiny, 0, {"ar": path}) for path in "XY")}) == 3
+    assert fingerprint("mars-b4", tiny, 0, {"mars-b4": "X", "ar": "Y"}) == fingerprint(
+        "mars-b4", tiny, 0, {"mars-b4": "X"}
+    )
+    lab = Lab(tiny, tmp_path, {"mars-b4": "X"})
+    assert lab.fingerprint("mars-b4", 2) == lab.fingerprint("mars-b4", 0)
+    assert lab.fingerprint("mars-b8", 2) != lab.fingerprint("mars-b8", 0)
+
+
+def test_keys_hold_what_figures_depend_on(tmp_path: Path):
+    def key(row: Row, seed: int = 0, given: dict[str, str] | None = None, **scale) -> str:
+        lab = Lab(dataclasses.replace(SCALES["tiny"], **scale), tmp_path, given or {"ar-twice": "X"})
+        return Bench(lab, Store(tmp_path / "results.jsonl"), list(SYSTEMS)).key(row, seed)
+
+    stock, lookup, draft = (Row("ar-twice", Decoding(way)) for way in ("stock", "prompt_lookup", "speculative"))
+    for row in (stock, lookup, draft):
+        keys = [key(row), key(row, seed=1), key(row, dtype="float16"), key(row, given={"ar-twice": "Y"})]
+        assert len({*keys, key(row, max_new_tokens=3)}) == 5
+        assert (key(row, single_examples=7) == key(row)) == (row == stock)
+        other_draft = {"ar-twice": "X", "draft": "Y"}
+        assert (key(row, given=other_draft) == key(row)) == (row != draft)
+
+
+def test_a_given_checkpoint_has_one_record_whatever_the_seeds():
+    asked = []
+
+    def answer(row: Row, seed: int) -> dict:
+        asked.append((row.system, seed))
+        return record(seed, [seed, 1], [4, 4], [2, 2])
+
+    bench = SimpleNamespace(systems=["ar-twice", "mars-b4"], row=answer, lab=SimpleNamespace(given={"mars-b4": "X"}))
+    given, trained, left_out = Row("mars-b4"), Row("ar-twice"), Row("ar")
+    measured = paper.measure(bench, [given, trained, left_out], 3)
+    assert asked == [("mars-b4", 0), ("ar-twice", 0), ("ar-twice", 1), ("ar-twice", 2)]
+    assert {row: [found["seed"] for found in records] for row, records in measured.items()} == {
+        given: [0],
+        trained: [0, 1, 2],
+    }
+    # Over the seed that both have: there all is the same.
+    assert paper_tables.difference(measured[given], measured[trained]) == (0, 0, 0)
+    assert paper_tables.difference(measured[trained], measured[given]) == (0, 0, 0)
+
+
+def test_tables_without_a_wanted_system_are_left_out(capsys):
+    assert list(paper.parse_args(["all", "--systems", "ar"]).tables) == ["main"]
+    assert list(paper.parse_args(["all", "--systems", "mars-b16"]).tables) == ["ablation", "cost"]
+    assert paper.parse_args(["cost", "--systems", "mars-b16"]).tables == {"cost": ["ar"]}
+    for table in ("batch", "cost"):
+        with pytest.raises(SystemExit):
+            paper.parse_args([table, "--systems", "ar"])
+        assert f"the table {table} has no row of --systems ar" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_main", [False, True])
+def test_of_a_launchers_processes_one_measures_when_all_have_trained(
+    is_main: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    done = []
+    state = SimpleNamespace(is_main_process=is_main, num_processes=2)
+    monkeypatch.setattr(paper, "PartialState", lambda: state)
+    monkeypatch.setattr(Lab, "checkpoint", lambda lab, name, seed: done.append((name, seed)))
+    tables = {name: lambda *_, name=name: done.append(name) or "" for name in ("ablation", "batch", "cost")}
+    monkeypatch.setattr(paper, "TABLES", tables)
+    systems = ("--systems", "mars-b4", "--seeds", "2", "--output_dir", tmp_path)
+    run(monkeypatch, "all", *systems)
+    trained = [("mars-b4", 0), ("mars-b4", 1), ("mars-b4", 0)]
+    measured = [*trained[:2], "ablation", trained[2], "batch"]  # there nothing is left to train
+    assert done == trained + (measured if is_main else [])
+    assert ("cost is left out" in capsys.readouterr().out) == is_main
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "cost", *systems)
+
+
+def test_costs_are_those_of_the_trainers_own_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lab = Lab(paper_settings.Scale(**{**SMALL, "dtype": "bfloat16"}), tmp_path)
+    lab.checkpoint("ar", 0)
+    seen = []
+    step = SFTTrainer.training_step
+
+    def watch(trainer, model, inputs, num_items_in_batch):
+        hook = trainer.model.model.norm.register_forward_hook(
+            lambda *_: seen.append((type(trainer).__name__, torch.is_autocast_enabled("cpu"), num_items_in_batch > 0))
+        )
+        loss = step(trainer, model, inputs, num_items_in_batch)
+        hook.remove()
+        return loss
+
+    monkeypatch.setattr(SFTTrainer, "training_step", watch)
+    record = Bench(lab, Store(tmp_path / "results.jsonl"), list(SYSTEMS)).costs(("ar-twice", "mars-b4"), 0, steps=1)
+    # The first step of each is not counted.
+    assert seen == [("SFTTrainer", True, True), ("MarsSFTTrainer", True, True)] * 2
+    assert {name: len(seconds) for name, seconds in record["seconds"].items()} == {"ar-twice": 1, "mars-b4": 1}
+    assert record["tokens"]["mars-b4"][0] > record["tokens"]["ar-twice"][0]
+
+
 def test_systems_are_the_papers():
     assert {SYSTEMS[f"mars-b{size}"].block_size for size in (4, 8, 16)} == {4, 8, 16}
     assert all(system.ar_weight == 0 for name, system in SYSTEMS.items() if "nosft" in name)
@@ -241,6 +341,9 @@ def test_unknown_system_is_refused(capsys):
     with pytest.raises(SystemExit):
         paper.parse_args(["main", "--checkpoint", "mamba=path"])
     assert "no such system" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        paper.parse_args(["main", "--checkpoint", "mars-b4"])
+    assert "say where it is" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         paper.parse_args(["main", "--seeds", "0"])
     assert "--seeds 0: a table needs one at least" in capsys.readouterr().err

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 logger = get_logger(__name__)
 
 DEFAULT_MASK_TOKEN = "<|mask|>"
+# On a model: whether its mask token was recorded by a trainer that has not trained the model.
+UNTRAINED = "_mars_mask_untrained"
 
 
 class MaskToken(NamedTuple):
@@ -94,7 +96,7 @@ def add_mask_token(
         ValueError: if the token already has another meaning, or if a PEFT model would have to grow.
     """
     token = find_mask_token(tokenizer, mask_token)
-    num_rows = model.get_input_embeddings().weight.shape[0]
+    num_rows = embedding_rows(model)
     if token.id >= num_rows and is_peft_model(model):
         raise ValueError(
             f"The mask token {token.text!r} has id {token.id}, the embedding has {num_rows} rows, and the embedding "
@@ -108,10 +110,42 @@ def add_mask_token(
     return mask_token_id
 
 
+def embedding_rows(model: PreTrainedModel) -> int:
+    """How many tokens the input embedding has rows for, also where ZeRO-3 has taken the weights of this process."""
+    weight = model.get_input_embeddings().weight
+    return getattr(weight, "ds_shape", weight.shape)[0]
+
+
+def record_mask_token(model: PreTrainedModel, mask_token_id: int) -> None:
+    """Record the mask token in a model's generation config, where decoding finds it.
+
+    Whoever trains the model next must know whether it has learned the token, so one that was not recorded before is
+    noted as untrained until `note_mask_trained`.
+
+    Args:
+        model: the model itself, not a PEFT wrapper.
+    """
+    generation_config: Any = model.generation_config
+    if getattr(generation_config, "mars_mask_token_id", None) != mask_token_id:
+        generation_config.mars_mask_token_id = mask_token_id
+        setattr(model, UNTRAINED, True)
+
+
+def note_mask_trained(model: PreTrainedModel) -> None:
+    """Note that the weights of a model itself, and not of an adapter beside them, have learned the mask token."""
+    setattr(model, UNTRAINED, False)
+
+
+def _has_learned(model: PreTrainedModel, mask_token_id: int) -> bool:
+    recorded = getattr(model.generation_config, "mars_mask_token_id", None)
+    return recorded == mask_token_id and not getattr(model, UNTRAINED, False)
+
+
 def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskToken) -> Any:
     """Have PEFT train the embedding of the mask token, which adapters on other layers leave as it is.
 
-    A model whose generation config records this mask token has been trained with it before, and may keep it.
+    A model whose generation config records this mask token has been trained with it before, and may keep it, unless
+    a trainer has recorded it (`record_mask_token`) and not trained since.
 
     Args:
         model: the model, wrapped by PEFT or not.
@@ -127,7 +161,7 @@ def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskTok
     """
     is_wrapped = is_peft_model(model)
     base_model = model.get_base_model() if is_wrapped else model
-    configs = [model.peft_config[name] for name in model.active_adapters] if is_wrapped else [peft_config]
+    configs = adapter_configs(model, peft_config)
     if prompts := sorted(
         {type(config).__name__ for config in configs if getattr(config, "is_prompt_learning", False)}
     ):
@@ -135,7 +169,7 @@ def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskTok
             f"`{', '.join(prompts)}` puts virtual tokens before the text, and MARS has no place for them in its two "
             "streams. Use `LoraConfig`."
         )
-    if getattr(base_model.generation_config, "mars_mask_token_id", None) == mask_token.id:
+    if _has_learned(base_model, mask_token.id):
         return peft_config
     embedding = base_model.get_input_embeddings()
     if configs == [None]:
@@ -165,19 +199,16 @@ def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskTok
             f"{untrained} The model is wrapped already. Wrap it with `trainable_token_indices="
             f"{{{name!r}: [{mask_token.id}]}}`, or pass the base model and `peft_config` to the trainer."
         )
-    head = next(
-        (name for name, module in base_model.named_modules() if module is base_model.get_output_embeddings()), ""
-    )
-    if base_model.config.get_text_config().tie_word_embeddings and _is_named(peft_config.modules_to_save, head):
-        raise ValueError(
-            f"{untrained} Its head `{head}` is tied to the embedding and trained as a copy, beside which PEFT cannot "
-            f"train single rows. Set `modules_to_save=[{name!r}, {head!r}]`, or leave the head out."
-        )
     logger.warning(
         f"The mask token {mask_token.text!r} is new to the model, so its embedding is trained besides the adapter: "
         f"`trainable_token_indices={{{name!r}: [{mask_token.id}]}}` is added to the PEFT configuration."
     )
     return _with_trained_row(peft_config, path, name, mask_token.id)
+
+
+def adapter_configs(model: Any, peft_config: Any) -> list[Any]:
+    """The PEFT configurations a model is trained with: those it is wrapped with, or else the one given, or None."""
+    return [model.peft_config[name] for name in model.active_adapters] if is_peft_model(model) else [peft_config]
 
 
 def _with_trained_row(peft_config: Any, embedding: str, name: str, row: int) -> Any:
@@ -186,12 +217,12 @@ def _with_trained_row(peft_config: Any, embedding: str, name: str, row: int) -> 
     indices = peft_config.trainable_token_indices or {}
     if not isinstance(indices, dict):
         indices = {name: indices}  # what a list means to PEFT
-    key = next((key for key in indices if _is_named([key], embedding)), name)
+    key = next((key for key in indices if is_named([key], embedding)), name)
     peft_config.trainable_token_indices = {**indices, key: [*indices.get(key, ()), row]}
     return peft_config
 
 
-def _is_named(names: str | Iterable[str] | None, module: str) -> bool:
+def is_named(names: str | Iterable[str] | None, module: str) -> bool:
     """Whether PEFT takes these names, or this pattern, for the module at this path."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
@@ -200,12 +231,12 @@ def _is_named(names: str | Iterable[str] | None, module: str) -> bool:
 
 def _trains_row(peft_config: Any, embedding: str, row: int) -> bool:
     """Whether a PEFT configuration trains one row of the embedding at this module path."""
-    if _is_named(getattr(peft_config, "modules_to_save", None), embedding):
+    if is_named(getattr(peft_config, "modules_to_save", None), embedding):
         return True
-    if _is_named(getattr(peft_config, "target_modules", None), embedding):
+    if is_named(getattr(peft_config, "target_modules", None), embedding):
         # `TrainableTokensConfig` trains these rows only; every other adapter reaches all of them.
         return row in getattr(peft_config, "token_indices", [row])
     indices = getattr(peft_config, "trainable_token_indices", None) or {}
     if not isinstance(indices, dict):
         return row in indices
-    return any(_is_named([name], embedding) and row in rows for name, rows in indices.items())
+    return any(is_named([name], embedding) and row in rows for name, rows in indices.items())

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from .mask_token import MaskToken
+from .mask_token import MaskToken, adapter_configs, embedding_rows, is_named
 from .masks import attention_windows
 
 TRAINING_ATTENTION = ("sdpa", "eager", "flex_attention")
@@ -143,7 +144,7 @@ def refuse_optimizer(optimizer: Any, model: PreTrainedModel, mask_token: MaskTok
     Raises:
         ValueError: if the mask token has no row in the embedding yet.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = embedding_rows(model)
     if optimizer is not None and mask_token.id >= rows:
         raise ValueError(
             f"The mask token {mask_token.text!r} has id {mask_token.id} and the embedding has {rows} rows, so it has "
@@ -153,13 +154,41 @@ def refuse_optimizer(optimizer: Any, model: PreTrainedModel, mask_token: MaskTok
         )
 
 
-def refuse_copied_head(peft_model: Any) -> None:
-    """Refuse an adapter to which TRL added the head, for the tokens of a cloned chat template, where the head is tied.
+def refuse_copied_head(model: Any, peft_config: Any) -> None:
+    """Refuse an adapter that trains a tied head as a copy beside single rows of the embedding.
 
-    PEFT does train it as a copy beside single rows of the embedding, and fails in the first forward after training.
+    PEFT does train it so, and fails in the first forward after training.
+
+    Args:
+        model: the model, wrapped by PEFT or not.
+        peft_config: the configuration it will be wrapped with, or None.
 
     Raises:
-        ValueError: if the head is tied, and among the modules that are saved, beside trainable rows.
+        ValueError: if the head is tied, and the embedding is not trained whole with it.
+    """
+    base_model = model.get_base_model() if is_peft_model(model) else model
+    if not base_model.config.get_text_config().tie_word_embeddings:
+        return
+    parts = (base_model.get_input_embeddings(), base_model.get_output_embeddings())
+    embedding, head = (next(name for name, module in base_model.named_modules() if module is part) for part in parts)
+    for config in adapter_configs(model, peft_config):
+        copied = getattr(config, "modules_to_save", None)
+        has_rows = bool(getattr(config, "trainable_token_indices", None))
+        if has_rows and is_named(copied, head) and not is_named(copied, embedding):
+            name = embedding.rsplit(".", 1)[-1]
+            raise ValueError(
+                f"The head `{head}` is tied to the embedding and `modules_to_save` trains it as a copy, beside which "
+                "PEFT cannot train single rows of the embedding (`trainable_token_indices`). Set "
+                f"`modules_to_save=[{name!r}, {head!r}]`, or leave the head out."
+            )
+
+
+def refuse_new_tokens(peft_model: Any) -> None:
+    """Refuse an adapter to which TRL added a tied head, for the tokens of a cloned chat template.
+
+    Raises:
+        ValueError: if the head is tied and copied beside trainable rows, see `refuse_copied_head`, which has refused
+            what the user's own configuration asked for.
     """
     if not peft_model.get_base_model().config.get_text_config().tie_word_embeddings:
         return

@@ -29,7 +29,7 @@ from .fused_head import make_head_readable, score_targets
 from .hub import write_trainer_card
 from .loading import load_model, load_tokenizer
 from .losses import mars_loss
-from .mask_token import add_mask_token, find_mask_token, train_mask_row
+from .mask_token import add_mask_token, find_mask_token, note_mask_trained, record_mask_token, train_mask_row
 from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
 from .modeling import get_mars_model
 from .packing import pack_wrapped
@@ -37,6 +37,7 @@ from .refusals import (
     refuse_arguments,
     refuse_copied_head,
     refuse_model,
+    refuse_new_tokens,
     refuse_optimizer,
     refuse_parallelism,
     refuse_processor,
@@ -162,6 +163,7 @@ class MarsSFTTrainer(SFTTrainer):
         )
         refuse_optimizer(optimizer, model, mask_token)
         peft_config = train_mask_row(model, peft_config, mask_token)
+        refuse_copied_head(model, peft_config)
         # An adapter is loaded on the base model, which PEFT grows to just the tokenizer's length.
         pad_to_multiple_of = 64 if peft_config is None else None
         self._mask_token_id = add_mask_token(processing_class, model, mask_token.text, pad_to_multiple_of)
@@ -172,7 +174,7 @@ class MarsSFTTrainer(SFTTrainer):
         # Again, because a cloned chat template may have brought a new end token.
         find_mask_token(self._tokenizer)
         if is_peft_model(self.model):
-            refuse_copied_head(self.model)
+            refuse_new_tokens(self.model)
         self.data_collator = DataCollatorForMars(
             pad_token_id=self._tokenizer.pad_token_id,
             padding_free=self.args.padding_free,
@@ -184,9 +186,9 @@ class MarsSFTTrainer(SFTTrainer):
             dense_mask=False,
         )
         make_head_readable(_base_model(self.model).get_output_embeddings())
+        record_mask_token(_base_model(self.model), self._mask_token_id)
         generation_config = _base_model(self.model).generation_config
         generation_config.mars_block_size = self.args.mars_block_size
-        generation_config.mars_mask_token_id = self._mask_token_id
         record_end_of_turn(generation_config, self._tokenizer, self.train_dataset, self.chat_template)
         # Otherwise loading takes the generation config for a copy of the model's, and drops these entries.
         generation_config._from_model_config = False
@@ -215,6 +217,13 @@ class MarsSFTTrainer(SFTTrainer):
             clean = clean_rows(inputs)
             inputs = {"input_ids": clean["input_ids"], "attention_mask": clean["is_real"]}
         super()._track_num_input_tokens(inputs)
+
+    def train(self, *args, **kwargs):
+        result = super().train(*args, **kwargs)
+        # What an adapter has learned is lost to the model when it is unloaded.
+        if self._has_masked_stream and self.state.global_step > 0 and not is_peft_model(self.model):
+            note_mask_trained(self.model)
+        return result
 
     def training_step(self, *args, **kwargs):
         # Around the backward pass too: what is checkpointed is computed there once more.

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mars_hf.mask_token import add_mask_token, find_mask_token
+from mars_hf.refusals import refuse_optimizer
 
 
 def make_llama(rows: int, tied: bool = False) -> LlamaForCausalLM:
@@ -115,3 +116,26 @@ def test_an_id_that_another_token_has_is_refused():
     with pytest.raises(ValueError, match="would get the id 4, which 'c' has"):
         add_mask_token(tokenizer, make_llama(16))
     assert tokenizer.mask_token is None
+
+
+def sharded(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A model as ZeRO-3 leaves it: the weight is elsewhere, and its shape is noted beside it."""
+    weight = model.get_input_embeddings().weight
+    weight.ds_shape = weight.shape
+    weight.data = torch.empty(0)
+    return model
+
+
+def test_the_rows_of_a_sharded_embedding_are_counted(tokenizer, monkeypatch):
+    grown = []
+    monkeypatch.setattr(LlamaForCausalLM, "resize_token_embeddings", lambda self, rows, **_: grown.append(rows))
+    optimizer = torch.optim.SGD(make_llama(300).parameters(), lr=0.1)
+    model = sharded(make_llama(300))
+    refuse_optimizer(optimizer, model, find_mask_token(tokenizer))
+    assert add_mask_token(tokenizer, model) == 261
+    assert grown == []
+    small, other = sharded(make_llama(261)), make_tokenizer()
+    with pytest.raises(ValueError, match="the embedding has 261 rows"):
+        refuse_optimizer(optimizer, small, find_mask_token(other))
+    add_mask_token(other, small)
+    assert grown == [262]

@@ -33,6 +33,8 @@ from transformers import (
     GenerationConfig,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
     LlamaConfig,
@@ -766,6 +768,28 @@ def test_peft_that_trains_the_row_is_taken(tmp_path, caplog):
     assert "is added" not in caplog.text
 
 
+def test_a_mask_token_is_new_until_it_was_trained(tmp_path):
+    # The memory was too small for full fine-tuning, so the same model gets an adapter.
+    adapter = {"peft_config": LoraConfig(target_modules=["q_proj"]), "mars_block_size": 3, "max_steps": 1}
+    rows = {"embed_tokens": [261]}
+    full = make_trainer(tmp_path, mars_block_size=3).model
+    frozen = copy.deepcopy(full)
+    frozen.get_input_embeddings().requires_grad_(False)
+    with pytest.raises(ValueError, match="embedding is frozen"):
+        make_trainer(tmp_path, frozen, mars_block_size=3)
+    for untrained in (full, make_trainer(tmp_path, full, mars_block_size=3).model):
+        trainer = make_trainer(tmp_path, untrained, **adapter)
+        assert trainer.model.peft_config["default"].trainable_token_indices == rows
+    # An adapter takes what it has learned along when it is unloaded.
+    trainer.train()
+    again = make_trainer(tmp_path, trainer.model.unload(), **adapter)
+    assert again.model.peft_config["default"].trainable_token_indices == rows
+    trainer = make_trainer(tmp_path, mars_block_size=3, max_steps=1)
+    trainer.train()
+    after = make_trainer(tmp_path, trainer.model, **adapter)
+    assert after.model.peft_config["default"].trainable_token_indices is None
+
+
 # Refusals
 
 UNTRAINED = r"mask token '<\|mask\|>' \(id 261\) untrained.*"
@@ -830,10 +854,28 @@ def test_an_optimizer_of_the_old_embedding_is_refused(tmp_path):
             assert MarsSFTTrainer(model, config(tmp_path, mars_block_size=2), optimizers=optimizers, **arguments)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 def test_a_tied_head_beside_single_rows_is_refused(tmp_path):
     peft_config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
     with pytest.raises(ValueError, match=r"Set `modules_to_save=\['embed_tokens', 'lm_head'\]`"):
         make_trainer(tmp_path, make_model("qwen2"), peft_config=peft_config, mars_block_size=2)
+    named = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], trainable_token_indices=[3, 261])
+    for model, adapter in (
+        (make_model("qwen2"), named),
+        (get_peft_model(make_model("qwen2"), copy.deepcopy(named)), None),
+    ):
+        with pytest.raises(
+            ValueError, match=r"Set `modules_to_save=\['embed_tokens', 'lm_head'\]`, or leave the head"
+        ):
+            make_trainer(tmp_path, model, peft_config=adapter, mars_block_size=2)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 272, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    neox = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
+    other_name = {"trainable_token_indices": {"embed_in": [261]}, "modules_to_save": ["lm_head"]}
+    adapter = LoraConfig(target_modules=["query_key_value"], **other_name)
+    with pytest.raises(ValueError, match=r"Set `modules_to_save=\['embed_in', 'lm_head'\]`"):
+        make_trainer(tmp_path, neox, peft_config=adapter, mars_block_size=2)
     both = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=True)
     assert make_trainer(tmp_path, make_model("qwen2"), peft_config=both, mars_block_size=2)
     assert make_trainer(tmp_path, make_model("llama"), peft_config=peft_config, mars_block_size=2)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
+from transformers import GenerationConfig
 
 from .bundle import write_bundle
 from .model_card import CardFacts, add_tags, is_mars_card, make_card
 
+logger = logging.getLogger(__name__)
+
 CARD = "README.md"
 # What transformers writes where a repository has no card.
 EMPTY_CARD = "This model card has been automatically generated."
+# How transformers lists the entries that a generation config does not read.
+IDLE_ENTRY = re.compile(r"^- `(\w+)`:", re.MULTILINE)
 TRAINING_METRICS = ("tokens_per_forward@0.95", "mask_accuracy", "mean_token_accuracy")
 
 
@@ -25,7 +32,8 @@ class MarsCheckpointMixin:
         model: Any = self
         if not _is_trained(model) or not kwargs.get("is_main_process", True):
             return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        base = _base_model(model)
+        base = base_model(model)
+        make_savable(base.generation_config)
         # vLLM looks for the mask token there.
         base.config.mask_token_id = base.generation_config.mars_mask_token_id
         upload: dict[str, Any] | None = None
@@ -55,6 +63,42 @@ class MarsCheckpointMixin:
         return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)  # type: ignore[misc]
 
 
+def base_model(model: Any) -> Any:
+    """The model itself, of a PEFT wrapper or of itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def make_savable(generation_config: GenerationConfig) -> None:
+    """Reset what makes a generation config invalid and is read by no generation that it asks for, and warn.
+
+    Many published ones set a `temperature` without `do_sample`. transformers saves these as long as nothing in them
+    has changed, and MARS adds its entries.
+
+    Raises:
+        ValueError: if it stays invalid; says what to change.
+    """
+    try:
+        generation_config.validate(strict=True)
+        return
+    except ValueError as error:
+        idle = sorted(IDLE_ENTRY.findall(str(error)))
+    defaults = GenerationConfig()
+    for name in idle:
+        setattr(generation_config, name, getattr(defaults, name))
+    try:
+        generation_config.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(
+            f"The model could not be saved after training, because its generation config is invalid. {error}\nChange "
+            "it in `model.generation_config` first."
+        ) from error
+    logger.warning(
+        f"The generation config sets {', '.join(f'`{name}`' for name in idle)}, which generation as it asks for does "
+        "not read, and transformers would not save that. They are reset. To keep them, set what reads them in "
+        "`model.generation_config` first, such as `do_sample=True`."
+    )
+
+
 def finish_card(model: Any, folder: str | os.PathLike[str], repo_id: str) -> None:
     """Write the model card of a folder that is about to be pushed; of a card written by hand only the tags change."""
     path = Path(folder, CARD)
@@ -63,7 +107,7 @@ def finish_card(model: Any, folder: str | os.PathLike[str], repo_id: str) -> Non
     if card is not None and not is_mars_card(card) and EMPTY_CARD not in card.text:
         add_tags(card, ["mars"])
     elif card is None or not is_mars_card(card):
-        base = _base_model(model)
+        base = base_model(model)
         tags += base.model_tags or []
         card = make_card(
             CardFacts(
@@ -85,7 +129,7 @@ def write_trainer_card(trainer: Any, dataset_name: str | None, name: str | None)
     """
     folder = trainer.args.output_dir
     written = ModelCard.load(Path(folder, CARD))
-    base = _base_model(trainer.model)
+    base = base_model(trainer.model)
     _, heading, rest = written.text.partition("## Training procedure")
     # A folder's name, not its path: the card may be published later.
     repo_id = trainer.hub_model_id or trainer.args.hub_model_id or Path(folder).resolve().name
@@ -127,10 +171,6 @@ def _hub_datasets(dataset: Any) -> list[str]:
     return sorted(name for name in names if name.count("/") == 1)
 
 
-def _base_model(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _is_trained(model: Any) -> bool:
     """Whether a model records its mask token; one that does not is saved as the stock class saves it."""
-    return getattr(_base_model(model).generation_config, "mars_mask_token_id", None) is not None
+    return getattr(base_model(model).generation_config, "mars_mask_token_id", None) is not None

@@ -8,8 +8,20 @@ from itertools import pairwise
 from typing import Any
 
 from trl import SFTConfig, pack_dataset
-from trl.data_utils import DatasetType
+from trl.data_utils import DatasetType, get_dataset_column_names
 from trl.trainer.utils import global_then_local_main_first
+
+
+def is_packed(dataset: DatasetType) -> bool:
+    """Whether the rows of a dataset hold documents whose lengths are recorded."""
+    return {"input_ids", "seq_lengths"} <= set(get_dataset_column_names(dataset))
+
+
+def uncut(args: SFTConfig) -> SFTConfig:
+    """Arguments by which `SFTTrainer` prepares a dataset but does not cut its rows, or drop those without a target."""
+    args = copy.copy(args)
+    args.max_length = None
+    return args
 
 
 def pack_wrapped(
@@ -28,8 +40,8 @@ def pack_wrapped(
     """
     if args.max_length is None:
         raise ValueError("Packing needs the length to pack to. Set `max_length`.")
-    whole = copy.copy(args)
-    whole.max_length, whole.shuffle_dataset = None, False
+    whole = uncut(args)
+    whole.shuffle_dataset = False
     dataset = prepare(dataset, whole).select_columns(["input_ids", "labels"])
     # As in `SFTTrainer`: before packing, so that neighbours are not related, and after.
     if args.shuffle_dataset:

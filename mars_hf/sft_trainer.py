@@ -26,13 +26,13 @@ from trl.trainer.utils import get_config_model_id
 from .collator import DataCollatorForMars
 from .end_of_turn import record_end_of_turn
 from .fused_head import make_head_readable, score_targets
-from .hub import write_trainer_card
+from .hub import base_model, make_savable, write_trainer_card
 from .loading import load_model, load_tokenizer
 from .losses import mars_loss
 from .mask_token import add_mask_token, find_mask_token, note_mask_trained, record_mask_token, train_mask_row
 from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
 from .modeling import get_mars_model
-from .packing import pack_wrapped
+from .packing import is_packed, pack_wrapped, uncut
 from .refusals import (
     refuse_arguments,
     refuse_copied_head,
@@ -54,7 +54,7 @@ class MarsSFTTrainer(SFTTrainer):
     It takes what `SFTTrainer` takes. It gives the tokenizer a mask token if it has none, collates two-stream
     batches and overrides `compute_loss`; the rest is `SFTTrainer`. It records `mars_block_size` and
     `mars_mask_token_id` in the model's generation config, where decoding finds them. `mars_mask_weight=0` does
-    nothing of this and trains as `SFTTrainer` does.
+    nothing of this and trains as `SFTTrainer` does, with the loss times `mars_ar_weight`.
 
     It logs, besides what `SFTTrainer` logs of the clean stream: `ar_loss`, `mask_loss`, `mask_accuracy`, the same by
     depth (`mask_accuracy/depth_k`: predicted from the k-th [MASK] of a block) and `tokens_per_forward@0.95`.
@@ -95,6 +95,9 @@ class MarsSFTTrainer(SFTTrainer):
     ):
         args = as_mars_config(args, model if isinstance(model, str) else get_config_model_id(model.config))
         self._has_masked_stream = args.mars_mask_weight > 0
+        if not self._has_masked_stream:
+            # The tags and the name that a card gives to the model.
+            self._tag_names, self._name = SFTTrainer._tag_names, SFTTrainer._name
         model_init_kwargs = args.model_init_kwargs
         if self._has_masked_stream:
             refuse_arguments(args, data_collator, compute_loss_func)
@@ -135,10 +138,15 @@ class MarsSFTTrainer(SFTTrainer):
             self._finish_mars()
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        if not (self._has_masked_stream and packing and args.packing_strategy == "wrapped"):
-            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         rest = (formatting_func, dataset_name)
         prepare = super()._prepare_dataset
+        if not (self._has_masked_stream and packing):
+            return prepare(dataset, processing_class, args, packing, *rest)
+        if is_packed(dataset):
+            # What `evaluate` is given may be the trainer's own data. Only labels can be missing.
+            return prepare(dataset, processing_class, uncut(args), False, *rest)
+        if args.packing_strategy != "wrapped":
+            return prepare(dataset, processing_class, args, packing, *rest)
         return pack_wrapped(dataset, args, lambda data, whole: prepare(data, processing_class, whole, False, *rest))
 
     def _prepare_mask_token(
@@ -155,7 +163,8 @@ class MarsSFTTrainer(SFTTrainer):
         Returns:
             The tokenizer, and the PEFT configuration, which trains the mask token's embedding.
         """
-        refuse_model(_base_model(model), args.device)
+        refuse_model(base_model(model), args.device)
+        make_savable(base_model(model).generation_config)
         if processing_class is None:
             processing_class = load_tokenizer(model, args, revision)
         mask_token = find_mask_token(
@@ -185,9 +194,9 @@ class MarsSFTTrainer(SFTTrainer):
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             dense_mask=False,
         )
-        make_head_readable(_base_model(self.model).get_output_embeddings())
-        record_mask_token(_base_model(self.model), self._mask_token_id)
-        generation_config = _base_model(self.model).generation_config
+        make_head_readable(base_model(self.model).get_output_embeddings())
+        record_mask_token(base_model(self.model), self._mask_token_id)
+        generation_config = base_model(self.model).generation_config
         generation_config.mars_block_size = self.args.mars_block_size
         record_end_of_turn(generation_config, self._tokenizer, self.train_dataset, self.chat_template)
         # Otherwise loading takes the generation config for a copy of the model's, and drops these entries.
@@ -246,7 +255,7 @@ class MarsSFTTrainer(SFTTrainer):
         # The fused head of `SFTTrainer` scores the targets without building the logits of both streams.
         outputs = score_targets(
             model,
-            _base_model(self.model),
+            base_model(self.model),
             inputs["target_ids"],
             {
                 "input_ids": inputs["input_ids"],
@@ -283,7 +292,7 @@ class MarsSFTTrainer(SFTTrainer):
             return loss, model(**self._clean_inputs(inputs), use_cache=False)
 
     def _attention(self) -> AbstractContextManager[None]:
-        return tiled(_base_model(self.model)) if self._has_masked_stream else nullcontext()
+        return tiled(base_model(self.model)) if self._has_masked_stream else nullcontext()
 
     def _attention_mask(self, layout: Layout) -> AttentionMask:
         """The mask of a batch in the form that the model's attention reads; made once, for all layers."""
@@ -316,7 +325,3 @@ class MarsSFTTrainer(SFTTrainer):
         if return_outputs:
             return result[0] * self.args.mars_ar_weight, result[1]
         return result * self.args.mars_ar_weight
-
-
-def _base_model(model: PreTrainedModel) -> PreTrainedModel:
-    return model.get_base_model() if is_peft_model(model) else model

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +53,7 @@ from trl import SFTConfig, SFTTrainer
 
 from mars_hf.collator import DataCollatorForMars
 from mars_hf.masks import PADDING, Layout, dense_mask
+from mars_hf.modeling import get_mars_model
 from mars_hf.sft_config import MarsSFTConfig, as_mars_config
 from mars_hf.sft_trainer import MarsSFTTrainer
 from mars_hf.streams import batch_layout
@@ -205,6 +208,10 @@ def test_without_masked_stream_it_is_sft(tmp_path, kind, loss_type):
         assert logs[0]["ar_loss"] > 0
     assert trainer.processing_class.mask_token is None
     assert not hasattr(trainer.model.generation_config, "mars_block_size")
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text().lower()
+    assert "mars" not in card.replace(str(tmp_path).lower(), "")
+    assert set(trainer.model.model_tags) == {"trl", "sft"}
 
 
 def test_clean_weight_scales_sft(tmp_path):
@@ -411,6 +418,21 @@ def test_packed_evaluation(tmp_path, packing, eval_packing):
     labels, logits = torch.tensor(seen[0].label_ids)[:, 1:], torch.tensor(seen[0].predictions)[:, :-1]
     nll = torch.nn.functional.cross_entropy(logits[labels != -100], labels[labels != -100])
     assert metrics["eval_ar_loss"] == pytest.approx(nll.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("packed", ["bfd", "bfd_split", "wrapped"])
+def test_packed_rows_stay_as_they_are(tmp_path, packed):
+    trainer = make_trainer(tmp_path, mars_block_size=3, eval_dataset=Dataset.from_list(PROMPT), **PACKED[packed])
+    rows = list(trainer.eval_dataset)
+    assert max(len(row["seq_lengths"]) for row in rows) > 1
+    expected = trainer.evaluate()["eval_loss"]
+    for data in (trainer.eval_dataset, trainer.eval_dataset.to_iterable_dataset()):
+        assert trainer.evaluate(data)["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    # Rows that were packed elsewhere, without labels.
+    unlabelled = trainer.eval_dataset.remove_columns("labels").to_list()
+    again = make_trainer(tmp_path, mars_block_size=3, data=unlabelled, **PACKED[packed])
+    assert [row["seq_lengths"] for row in again.train_dataset] == [row["seq_lengths"] for row in rows]
+    assert [row["labels"] for row in again.train_dataset] == [row["input_ids"] for row in rows]
 
 
 # Ways to train
@@ -697,6 +719,34 @@ def test_records_on_a_model_made_from_a_config(tmp_path):
     trainer.save_model(tmp_path / "out")
     loaded = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (loaded.mars_block_size, loaded.mars_mask_token_id) == (7, trainer.processing_class.mask_token_id)
+
+
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
+def test_saves_where_the_base_sets_what_it_does_not_read(tmp_path, with_adapter, saved, caplog):
+    path = Path(saved, "generation_config.json")
+    idle = {"temperature": 0.9, "top_p": 0.6, "output_scores": True}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_length": 99, **idle}))
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    peft_config = LoraConfig(target_modules=["q_proj"]) if with_adapter else None
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "peft_config": peft_config}
+    trainer = make_trainer(tmp_path / "run", model, mars_block_size=3, **options)
+    assert "sets `output_scores`, `temperature`, `top_p`, which generation as it asks for does not read" in caplog.text
+    trainer.train()
+    trainer.save_model(tmp_path / "out")
+    for folder in (tmp_path / "out", tmp_path / "run" / "checkpoint-1"):
+        config = GenerationConfig.from_pretrained(folder)
+        config.validate(strict=True)
+        assert (config.mars_block_size, config.max_length, config.temperature, config.top_p) == (3, 99, None, None)
+    other = get_mars_model(AutoModelForCausalLM.from_pretrained(saved), mask_token_id=3, block_size=3)
+    other.save_pretrained(tmp_path / "again")
+    assert GenerationConfig.from_pretrained(tmp_path / "again").mars_block_size == 3
+
+
+def test_a_generation_config_that_nothing_can_save_is_refused(tmp_path):
+    model = make_model()
+    model.generation_config.num_return_sequences = 2
+    with pytest.raises(ValueError, match=r"could not be saved after training.*`num_return_sequences`"):
+        make_trainer(tmp_path, model, mars_block_size=3)
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])

@@ -2,6 +2,7 @@
 
 import random
 
+from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -64,6 +65,19 @@ def work_out(start: int, change: int, gain: bool, rng: random.Random) -> str:
     )
 
 
+def to_chat(problems: list[dict[str, str]]) -> Dataset:
+    """TRL's conversational prompt-completion format."""
+    return Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": problem["question"]}],
+                "completion": [{"role": "assistant", "content": problem["answer"]}],
+            }
+            for problem in problems
+        ]
+    )
+
+
 def train_tokenizer(problems: list[dict[str, str]], vocab_size: int = 400) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of the problems' text, a token for each digit, with a chat template."""
     tokenizer = Tokenizer(models.BPE())
@@ -93,6 +107,8 @@ def train_tokenizer(problems: list[dict[str, str]], vocab_size: int = 400) -> Pr
 
 def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: int) -> LlamaForCausalLM:
     """A Llama with random weights."""
+    if hidden_size % 32:
+        raise SystemExit(f"The small Llama has heads of 32. Set --hidden_size to a multiple, not to {hidden_size}.")
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,8 @@ import torch
 from paper_store import Store
 from rich.progress import track
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+
+from mars_hf.metrics import gsm8k_match
 
 
 @dataclass
@@ -164,13 +165,17 @@ def answer(
     sequences = output.sequences.tolist()  # waits for the accelerator, if there is one
     seconds = time.perf_counter() - started
     counter.remove()
-    stops = model.generation_config.eos_token_id
-    stops = set(stops if isinstance(stops, list) else [stops])
-    tokens = [until_stop(row[batch["input_ids"].shape[1] :], stops) for row in sequences]
+    tokens = [until_stop(row[batch["input_ids"].shape[1] :], stop_ids(model)) for row in sequences]
     if hasattr(output, "accepted_lengths"):
         return tokens, (output.accepted_lengths > 0).sum(-1).tolist(), seconds
     # Stock `generate` has one token a forward; its assisted decoding has more, and one row.
     return tokens, [len(calls)] if len(tokens) == 1 else [len(row) for row in tokens], seconds
+
+
+def stop_ids(model: PreTrainedModel) -> set[int]:
+    """The tokens that end a reply."""
+    stops = model.generation_config.eos_token_id
+    return set(stops if isinstance(stops, list) else [stops])
 
 
 def until_stop(tokens: list[int], stops: set[int]) -> list[int]:
@@ -180,7 +185,10 @@ def until_stop(tokens: list[int], stops: set[int]) -> list[int]:
 
 
 class FinalAnswer(evaluate.Metric):
-    """Share of replies whose number after `####` is that of the reference, with a 95% Wilson interval."""
+    """Share of replies whose number after `####` is that of the reference, with a 95% Wilson interval.
+
+    A reference without such a number raises a `ValueError`.
+    """
 
     def _info(self) -> evaluate.MetricInfo:
         text = datasets.Value("string")
@@ -191,17 +199,25 @@ class FinalAnswer(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        right = sum(
-            final_answer(prediction) is not None and final_answer(prediction) == final_answer(reference)
-            for prediction, reference in zip(predictions, references, strict=True)
-        )
+        right = sum(gsm8k_match(*pair)[0] for pair in zip(predictions, references, strict=True))
         low, high = wilson_interval(right, len(references))
         return {"accuracy": right / len(references), "low": low, "high": high}
 
 
-def final_answer(text: str) -> float | None:
-    match = re.search(r"####\s*(-?[\d,]*\.?\d+)", text)
-    return float(match[1].replace(",", "")) if match else None
+def has_final_answer(problem: Mapping[str, Any]) -> bool:
+    """Whether a problem's `answer` has a number after `####`, so that replies can be counted."""
+    try:
+        gsm8k_match("", str(problem.get("answer", "")))
+    except ValueError:
+        return False
+    return True
+
+
+def refuse_open_problems(problems: Sequence[Mapping[str, Any]], source: object) -> None:
+    """End with a line about the first problem without a final answer."""
+    for number, problem in enumerate(problems, 1):
+        if not has_final_answer(problem):
+            raise SystemExit(f"The answer of problem {number} of {source} has no `#### number` to compare with.")
 
 
 def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:

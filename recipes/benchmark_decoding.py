@@ -22,8 +22,9 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from _arguments import Distinct, positive
 from _load import DTYPES, load_checkpoint
-from _measure import GREEDY, follow, until_stop
+from _measure import GREEDY, as_batch, follow, stop_ids, until_stop
 from _problems import read_problems
 from transformers import BatchEncoding, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -122,13 +123,7 @@ def make_batches(
 ) -> list[BatchEncoding]:
     """Chats padded on the left, whole batches only."""
     return [
-        tokenizer.apply_chat_template(
-            [[{"role": "user", "content": question}] for question in questions[i : i + batch_size]],
-            add_generation_prompt=True,
-            padding=True,
-            return_dict=True,
-            return_tensors="pt",
-        ).to(device)
+        as_batch(tokenizer, questions[i : i + batch_size]).to(device)
         for i in range(0, len(questions) - batch_size + 1, batch_size)
     ]
 
@@ -163,9 +158,7 @@ def measure(
     rounds: int,
 ) -> dict[str, Run]:
     """Run every setting on every batch, in turns."""
-    watch = Stopwatch(model)
-    stops = model.generation_config.eos_token_id
-    stops = set(stops if isinstance(stops, list) else [stops])
+    watch, stops = Stopwatch(model), stop_ids(model)
     runs = {name: Run() for name in settings}
     names = list(settings)
     jobs = [
@@ -272,31 +265,38 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a MARS checkpoint: a folder or a name on the Hub")
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with a `question`")
-    parser.add_argument("--limit", type=int, default=16, help="prompts, from the first (default: 16)")
-    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 8, 16], help="(default: 1 4 8 16)")
-    parser.add_argument("--max_new_tokens", type=int, nargs="+", default=[160, 24], help="(default: 160 24)")
-    parser.add_argument("--threshold", type=float, nargs="+", default=[0.95], help="(default: 0.95)")
+    parser.add_argument("--limit", type=positive, default=16, help="prompts, from the first (default: 16)")
+    parser.add_argument(
+        "--batch_sizes", type=positive, nargs="+", action=Distinct, default=[1, 4, 8, 16], help="(default: 1 4 8 16)"
+    )
+    parser.add_argument(
+        "--max_new_tokens", type=positive, nargs="+", action=Distinct, default=[160, 24], help="(default: 160 24)"
+    )
+    parser.add_argument("--threshold", type=float, nargs="+", action=Distinct, default=[0.95], help="(default: 0.95)")
     parser.add_argument(
         "--settings", nargs="+", choices=["prompt lookup", *KINDS], default=["prompt lookup", *KINDS], metavar="NAME",
         help=f"what to compare with stock, of: prompt lookup, {', '.join(KINDS)} (default: all)",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--rounds", type=positive, default=3, help="(default: 3)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--output_dir", type=Path, default=Path("mars-decoding"), help="(default: mars-decoding)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if min(args.max_new_tokens) < 2:
+        parser.error("the clock starts behind the first new token: set --max_new_tokens to 2 at least")
+    return args
 
 
 def main() -> None:
     args = parse_args()
-    model, tokenizer = load_checkpoint(args.model, args.dtype)
     questions = [problem["question"] for problem in read_problems(args.data, args.limit)]
+    if len(questions) < max(args.batch_sizes):
+        raise SystemExit(f"{len(questions)} prompts do not fill a batch of {max(args.batch_sizes)}: raise --limit.")
+    model, tokenizer = load_checkpoint(args.model, args.dtype)
     rows: list[dict[str, Any]] = []
     costs: dict[int, dict[int, float]] = {}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for batch_size in args.batch_sizes:
         batches = make_batches(tokenizer, questions, batch_size, model.device)
-        if not batches:
-            raise SystemExit(f"{len(questions)} prompts do not fill a batch of {batch_size}: raise --limit.")
         costs[batch_size] = forward_costs(model, batches[0], max(args.max_new_tokens), 3 * args.rounds)
         for new_tokens in args.max_new_tokens:
             runs = measure(model, batches, make_settings(args, batch_size), new_tokens, args.rounds)

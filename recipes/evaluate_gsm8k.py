@@ -11,8 +11,9 @@ import argparse
 import json
 from pathlib import Path
 
+from _arguments import Distinct, positive
 from _load import DTYPES, load_checkpoint
-from _measure import UNFINISHED, FinalAnswer, measure
+from _measure import UNFINISHED, FinalAnswer, measure, refuse_open_problems
 from _problems import read_problems
 from paper_store import Store, write_whole
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,11 +23,15 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a checkpoint: a folder or a name on the Hub")
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with `question` and `answer`")
-    parser.add_argument("--limit", type=int, default=100, help="problems, from the first (default: 100)")
-    parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8], help="(default: 1 8)")
-    parser.add_argument("--mars_threshold", type=float, nargs="+", default=[1.0, 0.95, 0.9, 0.8, 0.7])
-    parser.add_argument("--max_new_tokens", type=int, default=160, help="(default: 160)")
-    parser.add_argument("--rounds", type=int, default=1, help="passes over the problems for the clock (default: 1)")
+    parser.add_argument("--limit", type=positive, default=100, help="problems, from the first (default: 100)")
+    parser.add_argument(
+        "--batch_size", type=positive, nargs="+", action=Distinct, default=[1, 8], help="(default: 1 8)"
+    )
+    parser.add_argument("--mars_threshold", type=float, nargs="+", action=Distinct, default=[1.0, 0.95, 0.9, 0.8, 0.7])
+    parser.add_argument("--max_new_tokens", type=positive, default=160, help="(default: 160)")
+    parser.add_argument(
+        "--rounds", type=positive, default=1, help="passes over the problems for the clock (default: 1)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--output_dir", type=Path, default=Path("mars-gsm8k"), help="(default: mars-gsm8k)")
     return parser.parse_args()
@@ -79,6 +84,7 @@ def to_markdown(rows: list[dict]) -> str:
 def main() -> None:
     args = parse_args()
     problems = read_problems(args.data, args.limit, ("question", "answer"))
+    refuse_open_problems(problems, args.data)
     model, tokenizer = load_checkpoint(args.model, args.dtype)
     store = Store(args.output_dir / UNFINISHED)
     rows: list[dict] = []

@@ -18,8 +18,9 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from _arguments import Distinct, positive
 from _load import DTYPES, load_checkpoint
-from _measure import GREEDY, UNFINISHED, FinalAnswer, Run, Setting, as_batch, measure
+from _measure import GREEDY, UNFINISHED, FinalAnswer, Run, Setting, as_batch, has_final_answer, measure
 from _problems import read_problems
 from paper_store import Store, write_whole
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,18 +34,28 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, required=True, help="JSON lines with `question`, and `answer` if there is"
     )
-    parser.add_argument("--limit", type=int, default=100, help="prompts, from the first (default: 100)")
-    parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8], help="(default: 1 8)")
-    parser.add_argument("--mars_draft_length", type=int, nargs="+", default=[3, 4], help="(default: 3 4)")
-    parser.add_argument("--prompt_lookup_num_tokens", type=int, default=10, help="(default: 10)")
-    parser.add_argument("--max_matching_ngram_size", type=int, default=2, help="(default: 2)")
+    parser.add_argument("--limit", type=positive, default=100, help="prompts, from the first (default: 100)")
     parser.add_argument(
-        "--mars_tree_budget", nargs="*", default=["16"], help="numbers or auto, for both sources (default: 16)"
+        "--batch_size", type=positive, nargs="+", action=Distinct, default=[1, 8], help="(default: 1 8)"
     )
-    parser.add_argument("--mars_draft_choices", type=int, nargs="+", default=[1], help="for the budgets (default: 1)")
-    parser.add_argument("--mars_threshold", type=float, nargs="*", default=[0.95, 0.9, 0.8, 0.7])
-    parser.add_argument("--max_new_tokens", type=int, default=160, help="(default: 160)")
-    parser.add_argument("--rounds", type=int, default=1, help="passes over the prompts for the clock (default: 1)")
+    parser.add_argument("--mars_draft_length", type=positive, nargs="+", default=[3, 4], help="(default: 3 4)")
+    parser.add_argument("--prompt_lookup_num_tokens", type=positive, default=10, help="(default: 10)")
+    parser.add_argument("--max_matching_ngram_size", type=positive, default=2, help="(default: 2)")
+    parser.add_argument(
+        "--mars_tree_budget",
+        type=lambda text: text if text == "auto" else positive(text),
+        nargs="*",
+        default=[16],
+        help="numbers or auto, for both sources (default: 16)",
+    )
+    parser.add_argument(
+        "--mars_draft_choices", type=positive, nargs="+", default=[1], help="for the budgets (default: 1)"
+    )
+    parser.add_argument("--mars_threshold", type=float, nargs="*", action=Distinct, default=[0.95, 0.9, 0.8, 0.7])
+    parser.add_argument("--max_new_tokens", type=positive, default=160, help="(default: 160)")
+    parser.add_argument(
+        "--rounds", type=positive, default=1, help="passes over the prompts for the clock (default: 1)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--output_dir", type=Path, default=Path("mars-lossless"), help="(default: mars-lossless)")
     return parser.parse_args()
@@ -67,7 +78,7 @@ def make_settings(args: argparse.Namespace, batch_size: int) -> dict[str, dict[s
         for budget in args.mars_tree_budget:
             for choices in args.mars_draft_choices:
                 name = f"lossless, {length} drafts and lookup, budget {budget}"
-                bounded = both | {"mars_tree_budget": budget if budget == "auto" else int(budget)}
+                bounded = both | {"mars_tree_budget": budget}
                 if choices > 1:
                     name += f", {choices} choices"
                     bounded["mars_draft_choices"] = choices
@@ -99,7 +110,7 @@ def evaluate_batch_size(
             "against_prompt_lookup": run.speedup(runs[STOCK_LOOKUP]) if STOCK_LOOKUP in runs else None,
             "same_text": sum(map(list.__eq__, run.tokens, runs[None].tokens)) / len(questions),
         }
-        if all("answer" in problem for problem in problems):
+        if all(map(has_final_answer, problems)):
             replies = tokenizer.batch_decode(run.tokens, skip_special_tokens=True)
             row.update(FinalAnswer().compute(predictions=replies, references=[p["answer"] for p in problems]))
         if isinstance(setting, str):

@@ -18,8 +18,10 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
+from _arguments import positive
 from accelerate import PartialState
 from paper_measure import Bench
 from paper_plots import draw_ablation, draw_batch, draw_cost, draw_curves, draw_main
@@ -55,7 +57,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=[*TABLES, *ALIASES, "all"])
     parser.add_argument("--scale", choices=list(SCALES), default="tiny", help="(default: tiny)")
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from 0 (default: 1)")
+    parser.add_argument("--seeds", type=positive, default=1, help="how many, from 0 (default: 1)")
     parser.add_argument("--output_dir", type=Path, help="(default: mars-paper-SCALE)")
     parser.add_argument(
         "--checkpoint",
@@ -65,9 +67,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         help="a checkpoint that is ready; systems: " + ", ".join(SYSTEMS),
     )
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), help="(default: all)")
+    kinds: dict[str, Callable[[str], Any]] = {"str": str, "int": positive, "float": float, "int | None": positive}
     for option in dataclasses.fields(Scale):
-        kind = {"str": str, "int": int, "float": float, "int | None": int}[str(option.type)]
-        parser.add_argument(f"--{option.name}", type=kind, help=argparse.SUPPRESS)
+        parser.add_argument(f"--{option.name}", type=kinds[str(option.type)], help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.table = ALIASES.get(args.table, args.table)
     args.output_dir = args.output_dir or Path(f"mars-paper-{args.scale}")
@@ -77,8 +79,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         if getattr(args, option.name) is not None
     }
     args.settings = dataclasses.replace(SCALES[args.scale], **given)
-    if args.seeds < 1:
-        parser.error(f"--seeds {args.seeds}: a table needs one at least")
     for pair in args.checkpoint:
         system, _, path = pair.partition("=")
         if system not in SYSTEMS:

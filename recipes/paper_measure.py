@@ -7,7 +7,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from _measure import GREEDY, until_stop
+from _measure import GREEDY, as_batch, stop_ids, until_stop
 from paper_settings import BATCH, SYSTEMS, Decoding, Row
 from paper_store import Record, Store
 from paper_systems import Lab, Problems
@@ -88,9 +88,7 @@ class Bench:
         self, model: Any, tokenizer: Any, batch: BatchEncoding, row: Row, seed: int
     ) -> list[tuple[list[int], int]]:
         """New tokens and forward passes of each row of a batch."""
-        decoding, limit = row.decoding, self.scale.max_new_tokens
-        stops = model.generation_config.eos_token_id
-        stops = set(stops if isinstance(stops, list) else [stops])
+        decoding, limit, stops = row.decoding, self.scale.max_new_tokens, stop_ids(model)
         calls = 0
 
         def count(*args: Any) -> None:
@@ -167,9 +165,7 @@ class Bench:
         self.lab.say(f"Timing batches of {size}")
         problems = self.lab.problems(seed)[: scale.timed_examples]
         batches = list(to_batches(tokenizer, problems, size, model.device))
-        block_size = SYSTEMS[system].block_size
-        stops = model.generation_config.eos_token_id
-        stops = set(stops if isinstance(stops, list) else [stops])
+        block_size, stops = SYSTEMS[system].block_size, stop_ids(model)
         seconds: dict[str, list[float]] = {decoding.key: [] for decoding in BATCH}
         tokens: dict[str, list[int]] = {decoding.key: [] for decoding in BATCH}
         for decoding in BATCH:  # the first call of each pays for what later ones find ready
@@ -225,10 +221,4 @@ class Bench:
 def to_batches(tokenizer: Any, problems: Problems, size: int, device: Any) -> Any:
     """Chats padded on the left, so many at a time."""
     for i in range(0, len(problems), size):
-        yield tokenizer.apply_chat_template(
-            [[{"role": "user", "content": problem["question"]}] for problem in problems[i : i + size]],
-            add_generation_prompt=True,
-            padding=True,
-            return_dict=True,
-            return_tensors="pt",
-        ).to(device)
+        yield as_batch(tokenizer, [problem["question"] for problem in problems[i : i + size]]).to(device)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _arithmetic import make_model, make_problems, train_tokenizer
+from _arithmetic import make_model, make_problems, to_chat, train_tokenizer
+from _measure import refuse_open_problems
 from _problems import read_problems
 from datasets import Dataset, load_dataset
 from paper_settings import SYSTEMS, Scale, System, fingerprint
@@ -51,7 +52,9 @@ class Lab:
         scale = self.scale
         if scale.eval_data == "arithmetic":
             return make_problems(scale.eval_examples, seed)
-        return load_problems(scale.eval_data, "test")[: scale.eval_examples]
+        problems = load_problems(scale.eval_data, "test")[: scale.eval_examples]
+        refuse_open_problems(problems, scale.eval_data)
+        return problems
 
     def _arithmetic(self, seed: int) -> Problems:
         """Problems to learn from; none of them is one to answer."""
@@ -183,16 +186,3 @@ def load_problems(source: str, split: str) -> Problems:
     if Path(source).exists():
         return read_problems(Path(source), columns=("question", "answer"))
     return load_dataset(source, "main" if source == "openai/gsm8k" else None, split=split).to_list()
-
-
-def to_chat(problems: Problems) -> Dataset:
-    """TRL's conversational prompt-completion format."""
-    return Dataset.from_list(
-        [
-            {
-                "prompt": [{"role": "user", "content": problem["question"]}],
-                "completion": [{"role": "assistant", "content": problem["answer"]}],
-            }
-            for problem in problems
-        ]
-    )

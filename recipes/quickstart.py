@@ -9,13 +9,14 @@ the checkpoint and a picture of the trade-off to `--output_dir`; `recipes/genera
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import datasets
 import matplotlib
 import torch
-from _arithmetic import make_model, make_problems, train_tokenizer
+from _arguments import positive
+from _arithmetic import make_model, make_problems, to_chat, train_tokenizer
 from _measure import FinalAnswer, Run, Setting, measure
-from datasets import Dataset
 from matplotlib import pyplot as plt
 from rich import box
 from rich.console import Console
@@ -41,13 +42,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("mars-quickstart"), help="(default: mars-quickstart)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ar_steps", type=int, default=600, help="optimizer steps of SFTTrainer (default: 600)")
-    parser.add_argument("--mars_steps", type=int, default=400, help="and of MarsSFTTrainer (default: 400)")
-    parser.add_argument("--eval_examples", type=int, default=200, help="unseen problems to answer (default: 200)")
-    parser.add_argument("--timed_examples", type=int, default=32, help="how many under the clock (default: 32)")
-    parser.add_argument("--rounds", type=int, default=3, help="passes under the clock (default: 3)")
-    parser.add_argument("--hidden_size", type=int, default=64, help="(default: 64)")
-    parser.add_argument("--num_layers", type=int, default=8, help="(default: 8)")
+    parser.add_argument("--ar_steps", type=positive, default=600, help="optimizer steps of SFTTrainer (default: 600)")
+    parser.add_argument("--mars_steps", type=positive, default=400, help="and of MarsSFTTrainer (default: 400)")
+    parser.add_argument("--eval_examples", type=positive, default=200, help="unseen problems to answer (default: 200)")
+    parser.add_argument("--timed_examples", type=positive, default=32, help="how many under the clock (default: 32)")
+    parser.add_argument("--rounds", type=positive, default=3, help="passes under the clock (default: 3)")
+    parser.add_argument("--hidden_size", type=positive, default=64, help="(default: 64)")
+    parser.add_argument("--num_layers", type=positive, default=8, help="(default: 8)")
     parser.add_argument(
         "--fast", action="store_true", help="seconds instead of minutes, to see it run: learns nothing"
     )
@@ -58,35 +59,27 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def to_chat(problems: list[dict[str, str]]) -> Dataset:
-    """TRL's conversational prompt-completion format."""
-    return Dataset.from_list(
-        [
-            {
-                "prompt": [{"role": "user", "content": problem["question"]}],
-                "completion": [{"role": "assistant", "content": problem["answer"]}],
-            }
-            for problem in problems
-        ]
-    )
-
-
-def train_both_stages(args: argparse.Namespace, problems: list[dict[str, str]]) -> tuple[SFTTrainer, MarsSFTTrainer]:
-    """Ordinary SFT from random weights, then MARS from the checkpoint that it leaves."""
-    tokenizer = train_tokenizer(problems)
-    dataset = to_chat(problems)
-    common = {
+def training_arguments(seed: int, warmup_steps: int) -> dict[str, Any]:
+    """What the trainings of a small Llama have in common."""
+    return {
         "per_device_train_batch_size": BATCH_SIZE,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": 30,
+        "warmup_steps": warmup_steps,
         "logging_steps": 50,
         "save_strategy": "no",
         "report_to": "none",
         "bf16": False,
         "activation_checkpointing": False,
         "dataloader_pin_memory": False,
-        "seed": args.seed,
+        "seed": seed,
     }
+
+
+def train_both_stages(args: argparse.Namespace, problems: list[dict[str, str]]) -> tuple[SFTTrainer, MarsSFTTrainer]:
+    """Ordinary SFT from random weights, then MARS from the checkpoint that it leaves."""
+    tokenizer = train_tokenizer(problems)
+    dataset = to_chat(problems)
+    common = training_arguments(args.seed, warmup_steps=30)
     ar_dir = str(args.output_dir / "ar-sft")
 
     console.rule("Stage 1: SFTTrainer")

@@ -5,12 +5,13 @@
 For every seed an ordinary model learns the quickstart's worked arithmetic, and from this checkpoint each way goes on
 for the same number of MARS steps. The table has the mean over the seeds with its 95% interval, and the mean difference
 to the first way within a seed. Lossless decoding gives the text of plain `generate`, so its tokens per forward are
-those at equal accuracy. Results are kept in `results.jsonl`: seeds can be run one after the other, and are not
-repeated.
+those at equal accuracy. Results are kept in `results.jsonl`: seeds can be run one after the other, and a way of a seed
+that was measured with the same figures is not repeated.
 """
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -18,9 +19,12 @@ from typing import Any
 
 import datasets
 import torch
-from _arithmetic import make_model, make_problems, train_tokenizer
+from _arguments import Distinct, positive
+from _arithmetic import make_model, make_problems, to_chat, train_tokenizer
 from _measure import FinalAnswer, Setting, measure
-from quickstart import BATCH_SIZE, MAX_NEW_TOKENS, to_chat
+from datasets import Dataset
+from paper_store import Store
+from quickstart import BATCH_SIZE, MAX_NEW_TOKENS, training_arguments
 from rich.console import Console
 from rich.table import Table
 from transformers import set_seed
@@ -44,12 +48,14 @@ console = Console()
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("teaching-study"), help="(default: teaching-study)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="(default: all)")
-    parser.add_argument("--block_size", type=int, default=4, help="(default: 4)")
-    parser.add_argument("--ar_steps", type=int, default=300, help="steps of SFTTrainer before (default: 300)")
-    parser.add_argument("--mars_steps", type=int, default=150, help="steps of each way (default: 150)")
-    parser.add_argument("--eval_examples", type=int, default=200, help="unseen problems to answer (default: 200)")
+    parser.add_argument("--seeds", type=int, nargs="+", action=Distinct, default=[0, 1, 2], help="(default: 0 1 2)")
+    parser.add_argument(
+        "--ways", nargs="+", action=Distinct, choices=list(WAYS), default=list(WAYS), help="(default: all)"
+    )
+    parser.add_argument("--block_size", type=positive, default=4, help="(default: 4)")
+    parser.add_argument("--ar_steps", type=positive, default=300, help="steps of SFTTrainer before (default: 300)")
+    parser.add_argument("--mars_steps", type=positive, default=150, help="steps of each way (default: 150)")
+    parser.add_argument("--eval_examples", type=positive, default=200, help="unseen problems to answer (default: 200)")
     parser.add_argument("--fast", action="store_true", help="one seed and two steps, to see it run: learns nothing")
     args = parser.parse_args()
     if args.fast:
@@ -57,62 +63,56 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def common_arguments(seed: int) -> dict[str, Any]:
-    return {
-        "per_device_train_batch_size": BATCH_SIZE,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 20,
-        "logging_steps": 50,
-        "save_strategy": "no",
-        "report_to": "none",
-        "bf16": False,
-        "activation_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "seed": seed,
-    }
+def figures(args: argparse.Namespace) -> dict[str, Any]:
+    """What rows must have in common to stand in one table."""
+    return {name: getattr(args, name) for name in ("block_size", "ar_steps", "mars_steps", "eval_examples")}
 
 
-def study_seed(args: argparse.Namespace, seed: int, ways: Sequence[str]) -> list[dict[str, Any]]:
-    """Train one ordinary model and from it each way; a row of figures for each."""
+def train_start(args: argparse.Namespace, seed: int, problems: list[dict[str, str]], dataset: Dataset) -> Path:
+    """The ordinary model that every way of a seed goes on from, trained if it is not there yet."""
+    start = args.output_dir / f"ar-sft-{seed}-{args.ar_steps}-{args.eval_examples}"
+    if start.exists():
+        return start
+    work = start.with_name(start.name + ".part")
+    set_seed(seed)
+    tokenizer = train_tokenizer(problems)
+    trainer = SFTTrainer(
+        make_model(tokenizer, 64, 8),
+        args=SFTConfig(str(work), max_steps=args.ar_steps, learning_rate=4e-3, **training_arguments(seed, 20)),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.save_model()
+    os.replace(work, start)  # whole or not there
+    return start
+
+
+def study(args: argparse.Namespace, seed: int, way: str) -> dict[str, float]:
+    """Train one way from the ordinary model of a seed, and answer the unseen problems."""
     problems = make_problems(args.eval_examples + BATCH_SIZE * args.ar_steps, seed)
     unseen, dataset = problems[: args.eval_examples], to_chat(problems[args.eval_examples :])
-    start = args.output_dir / f"ar-sft-{seed}-{args.ar_steps}"
-    if not start.exists():
-        set_seed(seed)
-        tokenizer = train_tokenizer(problems)
-        ar_trainer = SFTTrainer(
-            make_model(tokenizer, 64, 8),
-            args=SFTConfig(str(start), max_steps=args.ar_steps, learning_rate=4e-3, **common_arguments(seed)),
-            train_dataset=dataset,
-            processing_class=tokenizer,
-        )
-        ar_trainer.train()
-        ar_trainer.save_model()
-    rows = []
-    for way in ways:
-        config = MarsSFTConfig(
-            str(args.output_dir / "mars"),
-            max_steps=args.mars_steps,
-            learning_rate=2e-3,
-            mars_block_size=args.block_size,
-            **WAYS[way],
-            **common_arguments(seed),
-        )
-        trainer = MarsSFTTrainer(str(start), args=config, train_dataset=dataset)
-        trainer.train()
-        questions = [problem["question"] for problem in unseen]
-        runs = measure(trainer.model.eval(), trainer.processing_class, questions, SETTINGS, 50, MAX_NEW_TOKENS)
-        row: dict[str, Any] = {"seed": seed, "way": way, "block_size": args.block_size}
-        for setting, run in runs.items():
-            replies = trainer.processing_class.batch_decode(run.tokens, skip_special_tokens=True)
-            answers = [problem["answer"] for problem in unseen]
-            row[f"accuracy at {setting or 1.0}"] = FinalAnswer().compute(predictions=replies, references=answers)[
-                "accuracy"
-            ]
-            if setting is not None:
-                row[f"tokens per forward at {setting}"] = run.tokens_per_forward
-        rows.append(row)
-    return rows
+    start = train_start(args, seed, problems, dataset)
+    config = MarsSFTConfig(
+        str(args.output_dir / "mars"),
+        max_steps=args.mars_steps,
+        learning_rate=2e-3,
+        mars_block_size=args.block_size,
+        **WAYS[way],
+        **training_arguments(seed, 20),
+    )
+    trainer = MarsSFTTrainer(str(start), args=config, train_dataset=dataset)
+    trainer.train()
+    questions, answers = ([problem[key] for problem in unseen] for key in ("question", "answer"))
+    runs = measure(trainer.model.eval(), trainer.processing_class, questions, SETTINGS, 50, MAX_NEW_TOKENS)
+    row = {}
+    for setting, run in runs.items():
+        replies = trainer.processing_class.batch_decode(run.tokens, skip_special_tokens=True)
+        score = FinalAnswer().compute(predictions=replies, references=answers)
+        row[f"accuracy at {setting or 1.0}"] = score["accuracy"]
+        if setting is not None:
+            row[f"tokens per forward at {setting}"] = run.tokens_per_forward
+    return row
 
 
 def interval(values: Sequence[float], percent: bool, sign: bool = False) -> str:
@@ -145,17 +145,16 @@ def main() -> None:
     args = parse_args()
     datasets.disable_progress_bars()
     torch.set_num_threads(1)  # so small a model is no faster on more
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    path = args.output_dir / "results.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {(row["seed"], row["way"], row["block_size"]) for row in rows}
+    store, common = Store(args.output_dir / "results.jsonl"), figures(args)
     for seed in args.seeds:
-        ways = [way for way in args.ways if (seed, way, args.block_size) not in done]
-        new = study_seed(args, seed, ways) if ways else []
-        rows += new
-        with path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in new)
-    console.print(to_table([row for row in rows if row["block_size"] == args.block_size]))
+        for way in args.ways:
+            row = {"seed": seed, "way": way, **common}
+            key = json.dumps([row, WAYS[way]])
+            if key not in store:
+                store.add(key, **row, **study(args, seed, way))
+    # Those of earlier runs too, as long as they were made alike.
+    rows = [row for row in store.records.values() if common.items() <= row.items()]
+    console.print(to_table(rows))
 
 
 if __name__ == "__main__":

@@ -346,7 +346,7 @@ def test_unknown_system_is_refused(capsys):
     assert "say where it is" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         paper.parse_args(["main", "--seeds", "0"])
-    assert "--seeds 0: a table needs one at least" in capsys.readouterr().err
+    assert "'0' is not a whole number above 0" in capsys.readouterr().err
 
 
 def test_other_names_of_tables():

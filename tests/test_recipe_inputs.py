@@ -9,9 +9,14 @@ import warnings
 from pathlib import Path
 
 import _measure
+import benchmark_decoding
+import evaluate_gsm8k
+import lossless
 import plot_training
 import pytest
+import quickstart
 import sft
+import teaching_study
 from _measure import Run, measure
 from _problems import read_problems
 from conftest import make_model, make_tokenizer
@@ -86,6 +91,110 @@ def test_sft_leaves_only_prompt_and_completion():
     rows = Dataset.from_list([{**ROW, "text": "elsewhere"}])
     (row,) = sft.to_prompt_completion(rows, "question", "answer", chat=False)
     assert row == {"prompt": ROW["question"], "completion": ROW["answer"]}
+
+
+def test_final_answers_are_read_as_the_metric_reads_them():
+    metric = _measure.FinalAnswer()
+    replies = ["#### $18", "so 1,018\n#### 1,018.0", "18"]
+    score = metric.compute(predictions=replies, references=["#### 18", "#### 1018", "#### 18"])
+    assert score["accuracy"] == 2 / 3
+    assert (score["low"], score["high"]) == _measure.wilson_interval(2, 3)
+    with pytest.raises(ValueError, match="has no `#### number`"):
+        metric.compute(predictions=["18"], references=["18"])
+    with pytest.raises(SystemExit, match=r"answer of problem 2 of data\.jsonl has no `#### number`"):
+        _measure.refuse_open_problems([ROW, {"question": "a?"}], "data.jsonl")
+
+
+@pytest.mark.parametrize("recipe", [evaluate_gsm8k, lossless, benchmark_decoding, teaching_study, quickstart])
+def test_counts_are_above_zero(recipe, monkeypatch: pytest.MonkeyPatch, capsys):
+    needed = [] if recipe in (teaching_study, quickstart) else ["model", "--data", "data.jsonl"]
+    flags = {teaching_study: "--mars_steps", quickstart: "--rounds", benchmark_decoding: "--batch_sizes"}
+    flag = flags.get(recipe, "--batch_size")
+    for value in ("0", "-1", "foo"):
+        monkeypatch.setattr(sys, "argv", ["recipe", *needed, flag, value])
+        with pytest.raises(SystemExit):
+            recipe.parse_args()
+        assert f"{flag}: '{value}' is not a whole number above 0" in capsys.readouterr().err
+
+
+def test_repeated_thresholds_are_measured_once(monkeypatch: pytest.MonkeyPatch, capsys):
+    command = ["recipe", "model", "--data", "data.jsonl", "--mars_threshold", "0.9", "1", "0.9", "1.0"]
+    for recipe in (evaluate_gsm8k, lossless):
+        monkeypatch.setattr(sys, "argv", command)
+        assert recipe.parse_args().mars_threshold == [0.9, 1.0]
+    monkeypatch.setattr(sys, "argv", [*command, "--mars_tree_budget", "auto", "8"])
+    assert lossless.parse_args().mars_tree_budget == ["auto", 8]
+    monkeypatch.setattr(sys, "argv", [*command, "--mars_tree_budget", "foo"])
+    with pytest.raises(SystemExit):
+        lossless.parse_args()
+    assert "--mars_tree_budget: 'foo' is not" in capsys.readouterr().err
+
+
+def test_the_small_llama_has_whole_heads():
+    with pytest.raises(SystemExit, match="--hidden_size to a multiple, not to 16"):
+        quickstart.make_model(make_tokenizer(), 16, 1)
+
+
+def test_a_study_goes_on_and_takes_no_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, str, int]] = []
+    most = 2
+
+    def study(args, seed, way):
+        if len(asked) == most:
+            raise KeyboardInterrupt
+        asked.append((seed, way, args.mars_steps))
+        return {"accuracy at 1.0": 0.5}
+
+    tables: list[list[dict]] = []
+    monkeypatch.setattr(teaching_study, "study", study)
+    monkeypatch.setattr(teaching_study, "to_table", lambda rows: tables.append(rows) or "")
+
+    def start(*flags: str) -> None:
+        asked.clear()
+        arguments = ["recipe", "--output_dir", str(tmp_path), "--ways", "fixed", "random", *flags]
+        monkeypatch.setattr(sys, "argv", arguments)
+        teaching_study.main()
+
+    with pytest.raises(KeyboardInterrupt):
+        start("--seeds", "0", "1")
+    most = 99
+    start("--seeds", "0", "1")
+    assert asked == [(1, "fixed", 150), (1, "random", 150)]
+    start("--fast")
+    assert asked == [(0, "fixed", 2), (0, "random", 2)]
+    assert [len(rows) for rows in tables] == [4, 2]
+    for flag in ("--mars_steps", "--ar_steps", "--eval_examples", "--block_size"):
+        start("--seeds", "0", flag, "7")
+        assert len(asked) == 2
+    start("--seeds", "1")
+    assert asked == []
+    assert len(tables[-1]) == 4
+
+
+def test_a_study_takes_no_half_trained_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trained = []
+
+    class Trainer:
+        def __init__(self, model, args, **rest):
+            self.folder = Path(args.output_dir)
+            self.folder.mkdir(exist_ok=True)  # as `Trainer` does
+
+        def train(self):
+            trained.append(self.folder)
+            if len(trained) == 1:
+                raise KeyboardInterrupt
+
+        def save_model(self):
+            (self.folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(teaching_study, "SFTTrainer", Trainer)
+    monkeypatch.setattr(sys, "argv", ["recipe", "--fast", "--output_dir", str(tmp_path)])
+    arguments = (teaching_study.parse_args(), 0, teaching_study.make_problems(4, 0), Dataset.from_list([ROW]))
+    with pytest.raises(KeyboardInterrupt):
+        teaching_study.train_start(*arguments)
+    for _ in range(2):
+        assert (teaching_study.train_start(*arguments) / "config.json").exists()
+    assert len(trained) == 2
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
@@ -114,20 +114,27 @@ def to_prompt_completion(dataset: Any, prompt_column: str, completion_column: st
     return dataset.map(convert, remove_columns=column_names(dataset))
 
 
-def main() -> None:
-    parser = TrlParser((ScriptArguments, MarsSFTConfig, ModelConfig, DatasetMixtureConfig, ColumnArguments))
-    script_args, training_args, model_args, mixture_args, columns = parser.parse_args_and_config()
-    training_args.model_init_kwargs = {
+def load_tokenizer(model_args: ModelConfig, training_args: MarsSFTConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model that the flags, and before them `model_init_kwargs`, name; both get its arguments."""
+    if not model_args.model_name_or_path:
+        raise SystemExit("There is no model to train. Set --model_name_or_path, to a folder or a name on the Hub.")
+    training_args.model_init_kwargs = kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    tokenizer = AutoTokenizer.from_pretrained(
+    return AutoTokenizer.from_pretrained(
         model_args.model_name_or_path,
-        revision=model_args.model_revision,
-        trust_remote_code=training_args.trust_remote_code,
+        revision=kwargs["revision"],
+        trust_remote_code=kwargs.get("trust_remote_code", training_args.trust_remote_code),
     )
+
+
+def main() -> None:
+    parser = TrlParser((ScriptArguments, MarsSFTConfig, ModelConfig, DatasetMixtureConfig, ColumnArguments))
+    script_args, training_args, model_args, mixture_args, columns = parser.parse_args_and_config()
+    tokenizer = load_tokenizer(model_args, training_args)
     splits = load_splits(script_args, mixture_args)
     train, evaluation = get_split(splits, script_args.dataset_train_split, "dataset_train_split"), None
     if training_args.eval_strategy != "no":
@@ -154,7 +161,7 @@ def main() -> None:
     trainer.save_state()
     trainer.accelerator.print(f"Model and tokenizer saved to {training_args.output_dir}.")
     if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.push_to_hub()  # the card names the dataset if it came from the Hub
     trainer.end()
 
 

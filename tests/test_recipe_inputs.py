@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import _measure
 import benchmark_decoding
@@ -22,7 +23,7 @@ from _problems import read_problems
 from conftest import make_model, make_tokenizer
 from datasets import Dataset, DatasetDict
 from paper_store import Store
-from trl import DatasetMixtureConfig, ScriptArguments
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 ROW = {"question": "a\u2028b\u0085c?", "answer": "#### 1"}
@@ -85,6 +86,21 @@ def test_sft_names_a_file_that_holds_nothing(tmp_path: Path, exists: bool):
         path.touch()
     with pytest.raises(SystemExit, match=r"is not a file, or an empty one\. Set --dataset_name"):
         sft.load_splits(ScriptArguments(dataset_name=str(path)), DatasetMixtureConfig())
+
+
+def test_sft_takes_the_tokenizer_of_the_models_revision(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(sft.AutoTokenizer, "from_pretrained", lambda name, **kwargs: asked.append((name, kwargs)))
+    for given, kwargs in ((None, {}), ({"revision": "X"}, {}), ({"trust_remote_code": True}, {"dtype": "float16"})):
+        args = SimpleNamespace(model_init_kwargs=given, trust_remote_code=False)
+        sft.load_tokenizer(ModelConfig(model_name_or_path="a/b", model_revision="Y", **kwargs), args)
+        name, options = asked[-1]
+        assert (name, options["revision"]) == ("a/b", args.model_init_kwargs["revision"])
+        assert options["revision"] == ("X" if given and "revision" in given else "Y")
+        assert options["trust_remote_code"] == bool(given and "trust_remote_code" in given)
+    assert args.model_init_kwargs["dtype"] == "float16"
+    with pytest.raises(SystemExit, match="Set --model_name_or_path"):
+        sft.load_tokenizer(ModelConfig(), args)
 
 
 def test_sft_leaves_only_prompt_and_completion():

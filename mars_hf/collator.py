@@ -15,6 +15,7 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
+from .checks import check_count
 from .masks import dense_mask
 from .streams import batch_layout, clean_rows, random_phases, two_streams
 
@@ -66,10 +67,8 @@ class DataCollatorForMars(DataCollatorForLanguageModeling):
     def __post_init__(self):
         for name, least in (("block_size", 2), ("mask_token_id", 0), ("pad_to_multiple_of", 1)):
             value = getattr(self, name)
-            if value is None and name == "pad_to_multiple_of":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+            if value is not None or name != "pad_to_multiple_of":
+                check_count(name, value, least)
         if self.block_offset not in BLOCK_OFFSETS:
             raise ValueError(f"`block_offset` must be one of {', '.join(BLOCK_OFFSETS)}, got {self.block_offset!r}.")
 

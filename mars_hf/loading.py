@@ -1,15 +1,19 @@
-"""Load the model of a path for training, before PEFT wraps it, and the tokenizer that belongs to a model."""
+"""A model and its tokenizer before `SFTTrainer` sees them: loaded by its rules, and given the mask token."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from transformers import AutoConfig, AutoProcessor, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl import SFTConfig
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
-from .refusals import refuse_config, refuse_processor
-from .sft_config import MarsSFTConfig
+from .mask_token import add_mask_token, find_mask_token, train_mask_row
+from .refusals import refuse_config, refuse_copied_head, refuse_optimizer, refuse_processor
 
 
-def load_model(path: str, args: MarsSFTConfig, quantization_config: BitsAndBytesConfig | None) -> PreTrainedModel:
+def load_model(path: str, args: SFTConfig, quantization_config: BitsAndBytesConfig | None) -> PreTrainedModel:
     """Load a model by the rules of `SFTTrainer`, because the mask token must be there before PEFT wraps it.
 
     Raises:
@@ -36,7 +40,7 @@ def load_model(path: str, args: MarsSFTConfig, quantization_config: BitsAndBytes
     return create_model_from_path(path, **kwargs)
 
 
-def load_tokenizer(model: PreTrainedModel, args: MarsSFTConfig, revision: str | None) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: PreTrainedModel, args: SFTConfig, revision: str | None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model by the rules of `SFTTrainer`.
 
     Raises:
@@ -47,3 +51,34 @@ def load_tokenizer(model: PreTrainedModel, args: MarsSFTConfig, revision: str | 
     )
     refuse_processor(processor)
     return processor
+
+
+def give_mask_token(
+    model: PreTrainedModel,
+    args: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    mask_token: str | None,
+    peft_config: Any,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[Any, int]:
+    """Give a tokenizer and a model the mask token, once nothing speaks against it.
+
+    Args:
+        model: wrapped by PEFT or not.
+        mask_token: the mask token; None takes the tokenizer's own, or adds one.
+        peft_config: the configuration that the model will be wrapped with, or None.
+        optimizer: one that the user has made, or None.
+
+    Returns:
+        The PEFT configuration, which trains the mask token's embedding, and the id of the mask token.
+
+    Raises:
+        ValueError: if the token has another meaning, or its embedding would not be trained.
+    """
+    token = find_mask_token(tokenizer, mask_token, eos_token=args.eos_token, pad_token=args.pad_token)
+    refuse_optimizer(optimizer, model, token)
+    peft_config = train_mask_row(model, peft_config, token)
+    refuse_copied_head(model, peft_config)
+    # An adapter is loaded on the base model, which PEFT grows to just the tokenizer's length.
+    pad_to_multiple_of = 64 if peft_config is None else None
+    return peft_config, add_mask_token(tokenizer, model, token.text, pad_to_multiple_of)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .checks import check_count
+
 PADDING, CLEAN, MASKED = -1, 0, 1
 
 # The names of our forms of `sdpa`, which take the same masks; `attention.py` and `tiled_attention.py` have them.
@@ -100,11 +102,10 @@ def full_layout(seq_length: int, block_size: int, stream: int) -> Layout:
         stream: the number of the other stream.
 
     Raises:
-        ValueError: if the length or the block size is not a positive integer.
+        ValueError: if the length or the block size is not an integer of at least 1.
     """
     for name, value in (("seq_length", seq_length), ("block_size", block_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+        check_count(name, value, 1)
     position = torch.arange(seq_length).repeat(2)[None]
     streams = torch.tensor([CLEAN, stream]).repeat_interleave(seq_length)[None]
     return stream_layout(streams, position, block_size)
@@ -123,7 +124,7 @@ def mars_attention_mask(seq_length: int, block_size: int) -> Tensor:
         block_size: B; the last block is shorter where B does not divide L.
 
     Raises:
-        ValueError: if either argument is not a positive integer.
+        ValueError: if either argument is not an integer of at least 1.
     """
     return dense_mask(full_layout(seq_length, block_size, MASKED))[0, 0]
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import SFTConfig
 
+from .checks import check_count
 from .collator import BLOCK_OFFSETS
 
 
@@ -69,12 +70,7 @@ class MarsSFTConfig(SFTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        size = self.mars_block_size
-        if not isinstance(size, int) or size < 2:
-            raise ValueError(
-                f"`mars_block_size` must be an integer of at least 2, got {size!r}. For ordinary SFT set "
-                "`mars_mask_weight=0`."
-            )
+        check_count("mars_block_size", self.mars_block_size, 2, " (`mars_mask_weight=0` is ordinary SFT)")
         for name in ("mars_ar_weight", "mars_mask_weight"):
             weight = getattr(self, name)
             if not _is_number(weight) or weight < 0:

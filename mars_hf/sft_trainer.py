@@ -23,27 +23,26 @@ from transformers import (
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id
 
+from .clean_batch import clean_batch
 from .collator import DataCollatorForMars
 from .end_of_turn import record_end_of_turn
 from .fused_head import make_head_readable, score_targets
 from .hub import base_model, make_savable, write_trainer_card
-from .loading import load_model, load_tokenizer
+from .loading import give_mask_token, load_model, load_tokenizer
 from .losses import mars_loss
-from .mask_token import add_mask_token, find_mask_token, note_mask_trained, record_mask_token, train_mask_row
+from .mask_token import find_mask_token, note_mask_trained, record_mask_token
 from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
 from .modeling import get_mars_model
 from .packing import is_packed, pack_wrapped, uncut
 from .refusals import (
     refuse_arguments,
-    refuse_copied_head,
     refuse_model,
     refuse_new_tokens,
-    refuse_optimizer,
     refuse_parallelism,
     refuse_processor,
 )
 from .sft_config import MarsSFTConfig, as_mars_config, block_size_at
-from .stream_log import log_clean_stream, log_streams
+from .stream_log import clean_stream_logged, log_streams
 from .streams import batch_layout, clean_rows
 from .tiled_attention import tiled
 
@@ -97,7 +96,7 @@ class MarsSFTTrainer(SFTTrainer):
         self._has_masked_stream = args.mars_mask_weight > 0
         if not self._has_masked_stream:
             # The tags and the name that a card gives to the model.
-            self._tag_names, self._name = SFTTrainer._tag_names, SFTTrainer._name
+            self._tag_names, self._name = SFTTrainer._tag_names, SFTTrainer._name  # type: ignore[misc]
         model_init_kwargs = args.model_init_kwargs
         if self._has_masked_stream:
             refuse_arguments(args, data_collator, compute_loss_func)
@@ -109,8 +108,12 @@ class MarsSFTTrainer(SFTTrainer):
                 model = load_model(model, args, quantization_config)
                 # Used up: `SFTTrainer` would warn that a loaded model ignores them.
                 quantization_config, args.model_init_kwargs = None, None
-            processing_class, peft_config = self._prepare_mask_token(
-                model, args, processing_class, peft_config, (model_init_kwargs or {}).get("revision"), optimizers[0]
+            refuse_model(base_model(model), args.device)
+            make_savable(base_model(model).generation_config)
+            if processing_class is None:
+                processing_class = load_tokenizer(model, args, (model_init_kwargs or {}).get("revision"))
+            peft_config, self._mask_token_id = give_mask_token(
+                model, args, processing_class, args.mars_mask_token, peft_config, optimizers[0]
             )
         try:
             super().__init__(
@@ -148,35 +151,6 @@ class MarsSFTTrainer(SFTTrainer):
         if args.packing_strategy != "wrapped":
             return prepare(dataset, processing_class, args, packing, *rest)
         return pack_wrapped(dataset, args, lambda data, whole: prepare(data, processing_class, whole, False, *rest))
-
-    def _prepare_mask_token(
-        self,
-        model: PreTrainedModel,
-        args: MarsSFTConfig,
-        processing_class: Any,
-        peft_config: Any,
-        revision: str | None,
-        optimizer: torch.optim.Optimizer | None,
-    ) -> tuple[PreTrainedTokenizerBase, Any]:
-        """Refuse what the model rules out, then give it and its tokenizer the mask token.
-
-        Returns:
-            The tokenizer, and the PEFT configuration, which trains the mask token's embedding.
-        """
-        refuse_model(base_model(model), args.device)
-        make_savable(base_model(model).generation_config)
-        if processing_class is None:
-            processing_class = load_tokenizer(model, args, revision)
-        mask_token = find_mask_token(
-            processing_class, args.mars_mask_token, eos_token=args.eos_token, pad_token=args.pad_token
-        )
-        refuse_optimizer(optimizer, model, mask_token)
-        peft_config = train_mask_row(model, peft_config, mask_token)
-        refuse_copied_head(model, peft_config)
-        # An adapter is loaded on the base model, which PEFT grows to just the tokenizer's length.
-        pad_to_multiple_of = 64 if peft_config is None else None
-        self._mask_token_id = add_mask_token(processing_class, model, mask_token.text, pad_to_multiple_of)
-        return processing_class, peft_config
 
     def _finish_mars(self) -> None:
         """Swap the collator for the two-stream one, and record in the model what decoding must know."""
@@ -299,29 +273,12 @@ class MarsSFTTrainer(SFTTrainer):
         return training_masks(self.model.config, self.model.dtype, layout)
 
     def _clean_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """What `SFTTrainer` would give the model: the clean streams alone, (N, longest L)."""
-        clean = clean_rows(inputs)
-        is_real, positions, documents = clean["is_real"], clean["position_ids"], clean["document_ids"]
-        input_ids = clean["input_ids"].masked_fill(~is_real, self._tokenizer.pad_token_id)
-        if not documents.masked_fill(~is_real, 0).any():
-            return {"input_ids": input_ids, "attention_mask": is_real.long()}
-        stream = torch.full_like(positions, PADDING).masked_fill(is_real, CLEAN)
-        attention_mask = self._attention_mask(Layout(stream, positions, torch.zeros_like(positions), documents))
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
+        return clean_batch(inputs, self._tokenizer.pad_token_id, self._attention_mask)
 
     def _compute_sft_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """The loss of `SFTTrainer`, times `mars_ar_weight`; logs it as `ar_loss` as well."""
-        fused = []
-        hook = model.register_forward_hook(lambda module, inputs, outputs: fused.append(outputs))
-        try:
+        with clean_stream_logged(self, model):
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            hook.remove()
-        scores = next((outputs for outputs in fused if getattr(outputs, "log_probs", None) is not None), None)
-        if scores is not None:
-            log_clean_stream(self, scores)
-        if self.args.mars_ar_weight == 1:
-            return result
         if return_outputs:
             return result[0] * self.args.mars_ar_weight, result[1]
         return result * self.args.mars_ar_weight

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trl import SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
@@ -38,10 +40,23 @@ def log_streams(
         metrics[name].append(value)
 
 
-def log_clean_stream(trainer: SFTTrainer, outputs: FusedCausalLMOutput) -> None:
-    """Add the loss of a batch without masked stream as `ar_loss`; `SFTTrainer` logs the rest."""
-    sums = {"nll": -outputs.log_probs.detach().sum(), "targets": outputs.label_mask.sum()}
-    total = _over_processes(trainer, sums)
+@contextmanager
+def clean_stream_logged(trainer: SFTTrainer, model: nn.Module) -> Iterator[None]:
+    """Within it, `SFTTrainer` computes the loss of a batch without masked stream: add that as `ar_loss` as well.
+
+    Args:
+        model: as the trainer wraps it; what it returns for the fused head is read.
+    """
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    try:
+        yield
+    finally:
+        hook.remove()
+    scores = next((output for output in outputs if getattr(output, "log_probs", None) is not None), None)
+    if scores is None:
+        return
+    total = _over_processes(trainer, {"nll": -scores.log_probs.detach().sum(), "targets": scores.label_mask.sum()})
     if total["targets"] > 0:
         _metrics(trainer)["ar_loss"].append(total["nll"] / total["targets"])
 

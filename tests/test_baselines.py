@@ -45,7 +45,7 @@ def test_mask_is_its_definition(block_size: int):
 
 @pytest.mark.parametrize("arguments", [(0, 2), (4, 0), (4, True), (4.0, 2)])
 def test_mask_refuses_what_is_no_length(arguments: tuple):
-    with pytest.raises(ValueError, match="must be a positive integer"):
+    with pytest.raises(ValueError, match="must be an integer of at least 1"):
         block_diffusion_mask(*arguments)
 
 
@@ -395,7 +395,7 @@ def test_jacobi_row_does_not_depend_on_its_batch():
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"window": True}, {"max_new_tokens": 0}])
 def test_jacobi_refuses(options: dict):
-    with pytest.raises(ValueError, match="must be a positive integer"):
+    with pytest.raises(ValueError, match="must be an integer of at least 1"):
         jacobi_generate(tiny_model(), torch.tensor([[5]]), **{"max_new_tokens": 3, **options})
 
 

@@ -139,7 +139,7 @@ def test_flex_attention_gives_the_logits_of_sdpa(name):
 
 @pytest.mark.parametrize("arguments", [(0, 4), (4, 0), (4.0, 2), (4, -1)])
 def test_sizes_must_be_positive_integers(arguments):
-    with pytest.raises(ValueError, match="must be a positive integer"):
+    with pytest.raises(ValueError, match="must be an integer of at least 1"):
         mars_attention_mask(*arguments)
 
 

@@ -7,6 +7,7 @@ transformers reads them back, are from the adapter's.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -36,6 +37,12 @@ def main() -> None:
 
     if not (args.adapter / "adapter_config.json").is_file():
         parser.error(f"{args.adapter} holds no adapter_config.json: give the output folder of a LoRA training.")
+    path = args.adapter / "generation_config.json"
+    if not path.is_file() or "mars_mask_token_id" not in json.loads(path.read_text()):
+        parser.error(
+            f"{args.adapter} has no generation_config.json that names a mask token, so MARS did not train it: for an "
+            "adapter of `SFTTrainer`, PEFT's own `merge_and_unload` will do."
+        )
     tokenizer = AutoTokenizer.from_pretrained(args.adapter)
     model = AutoPeftModelForCausalLM.from_pretrained(args.adapter, dtype=args.dtype).eval()
     generation_config = GenerationConfig.from_pretrained(args.adapter)

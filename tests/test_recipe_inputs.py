@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import warnings
@@ -13,11 +14,13 @@ import _measure
 import benchmark_decoding
 import evaluate_gsm8k
 import lossless
+import merge_adapter
 import plot_training
 import pytest
 import quickstart
 import sft
 import teaching_study
+import throttle
 from _measure import Run, measure
 from _problems import read_problems
 from conftest import make_model, make_tokenizer
@@ -211,6 +214,42 @@ def test_a_study_takes_no_half_trained_start(tmp_path: Path, monkeypatch: pytest
     for _ in range(2):
         assert (teaching_study.train_start(*arguments) / "config.json").exists()
     assert len(trained) == 2
+
+
+@pytest.mark.parametrize("config", [None, {"do_sample": True}])
+def test_an_adapter_of_another_trainer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, config):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    if config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "argv", ["recipe", str(tmp_path), "--output_dir", "out"])
+    with pytest.raises(SystemExit):
+        merge_adapter.main()
+    assert "so MARS did not train it" in capsys.readouterr().err
+
+
+def test_a_throttle_without_a_server_or_a_request_ends_in_one_line(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "data.jsonl").write_text(json.dumps(ROW))
+    with socket.socket() as free:  # bound, and nobody listens there
+        free.bind(("127.0.0.1", 0))
+        server = f"http://127.0.0.1:{free.getsockname()[1]}"
+        command = ["recipe", "--data", str(tmp_path / "data.jsonl"), "--server", server]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit, match=f"{server} does not answer: .*refused"):
+            throttle.main()
+    for flag, value in (("--rates", "0"), ("--phase_seconds", "-1"), ("--period", "nan")):
+        monkeypatch.setattr(sys, "argv", [*command, flag, value])
+        with pytest.raises(SystemExit):
+            throttle.main()
+        assert f"{flag}: '{value}' is not a number above 0" in capsys.readouterr().err
+    answers: list[throttle.Answer] = []
+    monkeypatch.setattr(throttle.Load, "run", lambda load, of: answers)
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "a.png")])
+    with pytest.raises(SystemExit, match="before a request was sent"):
+        throttle.main()
+    answers.append(throttle.Answer(sent=0.5, latency=2.0, threshold=1.0))
+    throttle.main()
+    assert "1 requests, latency median 2.00 s, 95% within 2.00 s" in capsys.readouterr().out
+    assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

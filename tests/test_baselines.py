@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
+from conftest import SMALL, make_model, make_tokenizer
 from datasets import Dataset
 from decoding_models import EOS, MASK, PAD, left_pad, random_prompts, tiny_model
+from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from mars_hf.baselines import (
     BlockDiffusionConfig,
@@ -325,6 +326,90 @@ def test_trainer_refuses(tmp_path: Path):
             BlockDiffusionTrainer(make_model(), args, processing_class=make_tokenizer(), **{name: value})
     with pytest.raises(ValueError, match="BlockDiffusionConfig"):
         BlockDiffusionTrainer(make_model(), None, processing_class=make_tokenizer())
+
+
+def test_an_optimizer_of_the_old_embedding_is_refused(tmp_path: Path):
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 261}))
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    with pytest.raises(ValueError, match=r"before you make the optimizer"):
+        BlockDiffusionTrainer(
+            model,
+            BlockDiffusionConfig(str(tmp_path), **QUIET),
+            train_dataset=dataset_of([9]),
+            processing_class=make_tokenizer(),
+            optimizers=optimizers,
+        )
+    assert model.get_input_embeddings().weight.shape[0] == 261
+
+
+def test_blocks_are_filled_with_the_end_token_of_the_arguments(tmp_path: Path):
+    tokenizer = make_tokenizer()
+    trainer = BlockDiffusionTrainer(
+        make_model(),
+        BlockDiffusionConfig(str(tmp_path), eos_token="<|user|>", **QUIET),
+        train_dataset=dataset_of([9]),
+        processing_class=tokenizer,
+    )
+    end = tokenizer.convert_tokens_to_ids("<|user|>")
+    batch = trainer.data_collator([{"input_ids": [1, 2, 3, 4, 5]}])
+    assert batch["labels"][0].tolist() == [-100, 2, 3, 4, 5, end, end, end]
+
+
+def test_a_path_is_loaded_by_the_rules_of_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    make_model().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    revisions, load = [], AutoProcessor.from_pretrained
+
+    def from_pretrained(path, **options):
+        revisions.append(options.get("revision"))
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", from_pretrained)
+    kwargs = {"attn_implementation": "eager", "revision": "v2"}
+    args = BlockDiffusionConfig(str(tmp_path / "out"), model_init_kwargs=kwargs, **QUIET)
+    trainer = BlockDiffusionTrainer(str(tmp_path / "model"), args, train_dataset=dataset_of([9]))
+    assert trainer.model.dtype == torch.float32
+    assert trainer.model.config._attn_implementation == "eager"
+    assert revisions == ["v2"]
+    assert args.model_init_kwargs == kwargs
+    assert "model_init_kwargs" not in caplog.text
+
+
+def test_router_loss_counts_the_tokens_of_both_streams(tmp_path: Path):
+    sizes = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+    losses = {}
+    for coefficient in (0.0, 0.5):
+        torch.manual_seed(0)
+        trainer = BlockDiffusionTrainer(
+            MixtralForCausalLM(sizes),
+            BlockDiffusionConfig(str(tmp_path), router_aux_loss_coef=coefficient, **QUIET),
+            train_dataset=dataset_of([9, 16]),
+            processing_class=make_tokenizer(),
+        )
+        torch.manual_seed(3)
+        batch = trainer.data_collator(list(trainer.train_dataset))
+        losses[coefficient] = trainer.compute_loss(trainer.model, dict(batch)).item()
+    # Experts times the sum over them of (share of the choices) x (mean probability), over all that is not padding.
+    chosen, probabilities = [], []
+
+    def record(module, args, output):
+        logits = args[0].flatten(0, -2) @ module.weight.T
+        probabilities.append(logits.softmax(-1))
+        chosen.append(torch.nn.functional.one_hot(logits.topk(2).indices, 4))
+
+    for layer in trainer.model.model.layers:
+        layer.mlp.gate.register_forward_hook(record)
+    for row, stream in enumerate(batch["stream_ids"]):
+        real = stream != -1
+        block = batch["position_ids"][row, real] // 4
+        noisy = stream[real] == 1
+        same, before = block[:, None] == block, block[None] < block[:, None]
+        allowed = torch.where(noisy[:, None], noisy & same | ~noisy & before, ~noisy & (same | before))
+        ids, positions = (batch[name][row, real][None] for name in ("input_ids", "position_ids"))
+        trainer.model.model(ids, attention_mask=allowed[None, None], position_ids=positions, use_cache=False)
+    share = torch.cat(chosen).float().mean(0).sum(0)
+    expected = 4 * (share * torch.cat(probabilities).mean(0)).sum().item()
+    assert losses[0.5] - losses[0.0] == pytest.approx(0.5 * expected, rel=1e-4)
 
 
 # Jacobi decoding

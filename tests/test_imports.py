@@ -100,7 +100,10 @@ SUBPACKAGES = {
     "baselines": {
         "arguments": (set(), {"outputs"}),
         "block_diffusion": (set(), {"masks"}),
-        "block_diffusion_trainer": ({"block_diffusion"}, {"fused_head", "mask_token", "masks", "refusals"}),
+        "block_diffusion_trainer": (
+            {"block_diffusion"},
+            {"checks", "fused_head", "loading", "mask_token", "masks", "refusals"},
+        ),
         "block_diffusion_sampler": ({"arguments", "block_diffusion"}, {"cache", "few_tokens", "masks", "outputs"}),
         "jacobi": ({"arguments"}, {"acceptance", "cache", "few_tokens", "masks", "outputs"}),
     },

@@ -9,15 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
+from ..checks import check_count
 from ..fused_head import score_targets
-from ..mask_token import add_mask_token
+from ..loading import give_mask_token, load_model, load_tokenizer
+from ..mask_token import find_mask_token
 from ..masks import CLEAN, PADDING, masks_for_model, stream_layout
 from ..refusals import refuse_arguments, refuse_model, refuse_processor
 from .block_diffusion import NOISY, block_diffusion_loss, dense_block_mask, draw_noise
@@ -47,8 +50,7 @@ class BlockDiffusionConfig(SFTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not isinstance(self.block_size, int) or self.block_size < 1:
-            raise ValueError(f"`block_size` must be a positive integer, got {self.block_size!r}.")
+        check_count("block_size", self.block_size, 1)
         if not 0 < self.noise_low <= self.noise_high <= 1:
             raise ValueError(
                 "Noise levels must satisfy 0 < `noise_low` <= `noise_high` <= 1, got "
@@ -161,38 +163,49 @@ class BlockDiffusionTrainer(SFTTrainer):
         for name in ("peft_config", "compute_metrics", "quantization_config"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"`BlockDiffusionTrainer` is a baseline and does not take `{name}`. Leave it unset.")
+        if processing_class is not None:
+            refuse_processor(processing_class)
         set_seed(args.seed)  # as in `SFTTrainer`, and here already because a new embedding row is drawn at random
-        name_or_path = model if isinstance(model, str) else model.config._name_or_path
+        model_init_kwargs = args.model_init_kwargs
         if isinstance(model, str):
-            model = AutoModelForCausalLM.from_pretrained(model, **(args.model_init_kwargs or {"dtype": "float32"}))
+            model = load_model(model, args, None)
+            args.model_init_kwargs = None  # used up: `SFTTrainer` would warn that a loaded model ignores them
+        if is_peft_model(model):
+            raise ValueError("`BlockDiffusionTrainer` trains whole models. Merge the adapter, or pass the base model.")
         refuse_model(model, args.device)
         if model.config.get_text_config()._attn_implementation not in ("sdpa", "eager"):
             raise ValueError("Block diffusion needs a dense mask. Load the model with `attn_implementation='sdpa'`.")
         if processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(name_or_path)
-        refuse_processor(processing_class)
-        self._mask_token_id = add_mask_token(processing_class, model, args.mask_token)
-        fill = processing_class.eos_token_id
+            processing_class = load_tokenizer(model, args, (model_init_kwargs or {}).get("revision"))
+        optimizer, _ = kwargs.get("optimizers") or (None, None)
+        _, self._mask_token_id = give_mask_token(model, args, processing_class, args.mask_token, None, optimizer)
+        try:
+            super().__init__(
+                model=model,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                **{key: value for key, value in kwargs.items() if value is not None},
+            )
+        finally:
+            args.model_init_kwargs = model_init_kwargs
+        self._set_collator()
+
+    def _set_collator(self) -> None:
+        """Give the trainer its collator, now that the arguments have given the tokenizer its end and its padding."""
+        find_mask_token(self._tokenizer)  # which may be another's meaning now
+        fill = self._tokenizer.eos_token_id
         if fill is None:
             raise ValueError("Block diffusion fills the last block with the end of the text. Set an `eos_token`.")
-        pad_token_id = processing_class.pad_token_id
-        collator = DataCollatorForBlockDiffusion(
-            pad_token_id=fill if pad_token_id is None else pad_token_id,
-            pad_to_multiple_of=args.pad_to_multiple_of,
+        self.data_collator = DataCollatorForBlockDiffusion(
+            pad_token_id=self._tokenizer.pad_token_id,
+            pad_to_multiple_of=self.args.pad_to_multiple_of,
             mask_token_id=self._mask_token_id,
             fill_token_id=fill,
-            block_size=args.block_size,
-            noise_range=(args.noise_low, args.noise_high),
-            max_length=args.max_length,
-        )
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **{key: value for key, value in kwargs.items() if value is not None},
+            block_size=self.args.block_size,
+            noise_range=(self.args.noise_low, self.args.noise_high),
+            max_length=self.args.max_length,
         )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -210,6 +223,7 @@ class BlockDiffusionTrainer(SFTTrainer):
                 "position_ids": inputs["position_ids"],
                 "use_cache": False,
             },
+            routed=inputs["stream_ids"] != PADDING if self.aux_loss_enabled else None,
         )
         is_masked = target_ids != -100
         num_targets = num_items_in_batch
@@ -217,11 +231,17 @@ class BlockDiffusionTrainer(SFTTrainer):
             num_targets = (inputs["labels"] != -100).sum()
         loss = block_diffusion_loss(outputs.log_probs, is_masked, inputs["noise_level"], num_targets)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            loss = loss * self.accelerator.num_processes
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        if self.aux_loss_enabled:
+            # As in `SFTTrainer`: a mean over the micro-batch, so accumulation takes the mean of these.
+            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss.to(loss.device) / steps
+            metrics["aux_loss"].append(self.accelerator.gather_for_metrics(outputs.aux_loss.detach()).mean().item())
         sums = torch.stack([(outputs.is_top1.bool() & is_masked).sum(), is_masked.sum()]).float()
         correct, masked = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
         if masked > 0:
-            self._metrics["train" if self.model.training else "eval"]["mask_accuracy"].append(correct / masked)
+            metrics["mask_accuracy"].append(correct / masked)
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

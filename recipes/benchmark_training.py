@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _arguments import Distinct, positive
 from _problems import read_problems
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -183,11 +184,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a model with a chat template")
     parser.add_argument("--gsm8k", required=True, help="JSON lines with `question` and `answer`")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of data (default: all)")
-    parser.add_argument("--block_size", type=int, default=4)
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--max_length", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument(
+        "--kinds", nargs="+", action=Distinct, choices=KINDS, default=list(KINDS), help="kinds of data (default: all)"
+    )
+    parser.add_argument("--block_size", type=positive, default=4)
+    parser.add_argument("--batch_size", type=positive, default=8)
+    parser.add_argument("--max_length", type=positive, default=1024)
+    parser.add_argument("--steps", type=positive, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention", default="sdpa", help="attn_implementation of the model")
@@ -203,7 +206,13 @@ def main() -> None:
     print("| data         | form           | s / step | times | floor | GiB    | times  |")
     print("| ------------ | -------------- | -------- | ----- | ----- | ------ | ------ |")
     for kind in args.kinds:
-        measure(args, kind, make_rows(kind, problems, tokenizer, args))
+        rows = make_rows(kind, problems, tokenizer, args)
+        if len(rows) < args.batch_size:
+            raise SystemExit(
+                f"{len(rows)} examples of {kind} with a scored token do not fill a batch of {args.batch_size}. "
+                "Raise --max_length, or lower --batch_size."
+            )
+        measure(args, kind, rows)
 
 
 if __name__ == "__main__":

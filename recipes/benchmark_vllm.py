@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from _arguments import Distinct, positive
 from _problems import read_problems
 
 SPECULATION: dict[str, dict[str, Any]] = {
@@ -54,14 +56,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("--data", type=Path, required=True, help='JSON lines with a "question" each')
-    parser.add_argument("--thresholds", nargs="*", default=["lossless", "0.95", "0.9", "0.8"])
-    parser.add_argument("--requests", type=int, nargs="*", default=[1, 16], help="at the same time")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new_tokens", type=int, default=96)
+    parser.add_argument("--thresholds", nargs="+", action=Distinct, default=["lossless", "0.95", "0.9", "0.8"])
+    parser.add_argument(
+        "--requests", type=positive, nargs="+", action=Distinct, default=[1, 16], help="at the same time"
+    )
+    parser.add_argument("--prompts", type=positive, default=16)
+    parser.add_argument("--new_tokens", type=positive, default=96)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--engine", choices=SPECULATION, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for setting in arguments.thresholds:
+        if setting != "lossless" and not re.fullmatch(r"\d*\.?\d+", setting):
+            parser.error(f"--thresholds {setting}: neither a number nor lossless")
+    return arguments
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from _arguments import positive
 from _load import DTYPES, load_checkpoint
 from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
@@ -24,8 +25,8 @@ def parse_args() -> argparse.Namespace:
     mode.add_argument("--mars_threshold", type=float, help="in (0, 1]; lower is faster (default: 0.9)")
     mode.add_argument("--mars_lossless", action="store_true", help="the tokens of plain decoding, in fewer passes")
     parser.add_argument("--temperature", type=float, help="sample at this temperature (default, and 0: greedy)")
-    parser.add_argument("--mars_block_size", type=int, help="tokens per step at most (default: as trained)")
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="(default: 256)")
+    parser.add_argument("--mars_block_size", type=positive, help="tokens per step at most (default: as trained)")
+    parser.add_argument("--max_new_tokens", type=positive, default=256, help="(default: 256)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="(default: that of the checkpoint)")
     parser.add_argument("--raw", action="store_true", help="do not apply the tokenizer's chat template")
     args = parser.parse_args()
@@ -39,8 +40,9 @@ def parse_args() -> argparse.Namespace:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts:
         return args.prompts
-    text = args.file.read_text() if args.file else sys.stdin.read()
-    return [line for line in text.splitlines() if line.strip()]
+    text = args.file.read_text(encoding="utf-8") if args.file else sys.stdin.read()
+    # Not `splitlines`: it also splits at signs that a prompt may have inside.
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], raw: bool) -> BatchEncoding:

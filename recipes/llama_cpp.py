@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import xllamacpp
+from _arguments import positive
 from _problems import read_problems
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,8 +25,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="the folder of a checkpoint")
     parser.add_argument("--converter", type=Path, required=True, help="llama.cpp's convert_hf_to_gguf.py")
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with a `question`")
-    parser.add_argument("--limit", type=int, default=20, help="questions, from the first (default: 20)")
-    parser.add_argument("--max_new_tokens", type=int, default=48, help="(default: 48)")
+    parser.add_argument("--limit", type=positive, default=20, help="questions, from the first (default: 20)")
+    parser.add_argument("--max_new_tokens", type=positive, default=48, help="(default: 48)")
     parser.add_argument("--output", type=Path, default=Path("mars.gguf"), help="(default: mars.gguf)")
     parser.add_argument("--outtype", default="f32", help="the converter's number format (default: f32)")
     return parser.parse_args()

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from _arguments import positive
 from _problems import read_problems
 
 
@@ -64,8 +65,8 @@ def main() -> None:
     parser.add_argument("checkpoint", help="the folder of a checkpoint")
     parser.add_argument("--replies", type=Path, required=True, help="where transformers' replies are kept")
     parser.add_argument("--data", type=Path, help='JSON lines with a "question" each, for `ask`')
-    parser.add_argument("--limit", type=int, default=20, help="questions, from the first (default: 20)")
-    parser.add_argument("--max_new_tokens", type=int, default=32, help="(default: 32)")
+    parser.add_argument("--limit", type=positive, default=20, help="questions, from the first (default: 20)")
+    parser.add_argument("--max_new_tokens", type=positive, default=32, help="(default: 32)")
     parser.add_argument("--dtype", default="float32", help="(default: float32)")
     parser.add_argument("--memory", type=float, default=0.15, help="share of memory for vLLM (default: 0.15)")
     args = parser.parse_args()

@@ -151,6 +151,10 @@ class MarsCache(Cache):
             self.order, self.host_cursor = list(range(batch)), [0] * batch
             self.cursor = torch.zeros(batch, dtype=torch.long, device=device)
         self._restore_order()
+        if not any(self.host_cursor):
+            # What a step left behind that was never committed is no text that a prompt could follow.
+            self.layers.clear()
+            self.plan.visible = 0
         self.plan.rows = batch
 
     def plan_write(self, slots: Tensor, visible: int, first: int | None = None) -> None:
@@ -211,7 +215,10 @@ class MarsCache(Cache):
             raise ValueError(
                 f"`crop` takes the number of tokens to remove as a negative number, got {tokens_to_remove}."
             )
-        end = max(max(self.host_cursor, default=0) + tokens_to_remove, 0)
+        end = max(self.host_cursor, default=0) + tokens_to_remove
+        if end <= 0:
+            self.reset()
+            return
         self.host_cursor = [min(cursor, end) for cursor in self.host_cursor]
         self.cursor = self.cursor.clamp(max=end)
         self.plan.visible = end

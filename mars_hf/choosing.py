@@ -108,9 +108,9 @@ class Chooser:
         """A `prefix_allowed_tokens_fn` knows what to say about texts, not about rows that end with [MASK]s."""
         if type(processor) is not PrefixConstrainedLogitsProcessor:  # a subclass does more than the stock one
             return processor
-        allowed = processor._prefix_allowed_tokens_fn
+        allowed, rows_of_prompt = processor._prefix_allowed_tokens_fn, processor._num_beams
         return PrefixConstrainedLogitsProcessor(
-            lambda row, text: allowed(row, text) if row in self.asked else [0], num_beams=1
+            lambda row, text: allowed(row // rows_of_prompt, text) if row in self.asked else [0], num_beams=1
         )
 
     def _ban_mask(self, scores: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: N rows still decoding of the batch's R, B the window (MARS block size), 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
+# Tokens of a forward that is like one of stock decoding: that of a batch of so many rows.
+FEW_TOKENS = 64
+
+
 class MarsDecoder:
     """One `generate` call with MARS on: the loop of propose, accept, commit."""
 
@@ -40,7 +45,7 @@ class MarsDecoder:
         streamer: BaseStreamer | None,
         model_kwargs: dict[str, Any],
     ) -> None:
-        self.options, self.config, self.streamer = options, generation_config, streamer
+        self.model, self.options, self.config, self.streamer = model, options, generation_config, streamer
         self.device = input_ids.device
         # What these two say of all candidates at once is known here; a subclass may say anything, and is asked.
         stops = [c.eos_token_id.to(self.device) for c in criteria if type(c) is EosTokenCriteria]
@@ -51,33 +56,42 @@ class MarsDecoder:
         embeds = model_kwargs.get("inputs_embeds")
         self.state = DecodingState(
             input_ids,
-            min(c.max_length for c in criteria if type(c) is MaxLengthCriteria),
+            # As in stock `generate`, a limit is looked at once there is a token.
+            max(min(c.max_length for c in criteria if type(c) is MaxLengthCriteria), input_ids.shape[1] + 1),
             options.block_size if options.drafts is None else options.drafts.reach,
             options.mask_token_id,
             model_kwargs.get("attention_mask"),
             model_kwargs.get("position_ids"),
             hidden=0 if embeds is None else embeds.shape[1] - input_ids.shape[1],
         )
-        self.proposer = make_proposer(model, options, model_kwargs, self.device)
+        self.proposer = make_proposer(model, options, model_kwargs)
         self.pacer = WindowPacer(costs_of(model), options.block_size) if options.adaptive_window else None
         self.chooser = Chooser(self.state, generation_config, processors, options.mask_token_id)
         self.cache = model_kwargs.get("cache")
         self.last_threshold = float("nan")
+        self.new_tokens = torch.zeros(self.state.batch, dtype=torch.long, device="cpu")
         self.started = time.perf_counter()
 
     def run(self) -> Tensor | MarsGenerateOutput:
         """Decode until every row has ended."""
-        while self.state.host_rows:
-            began = time.perf_counter()
-            if self.pacer is not None and self.proposer.num_forwards:
-                self.proposer.window = self.pacer.choose(len(self.state.host_rows))
-            threshold = self._threshold()
-            logits = self.proposer.propose(self.state)
-            tokens, accepted, ended = self._accept(logits, threshold)
-            host_accepted, host_ended = self._commit(tokens, accepted, ended)
-            if self.pacer is not None:
-                self.pacer.record(host_accepted, host_ended, self.proposer.width, time.perf_counter() - began)
+        self._step()
+        # As in stock `generate` behind the prompt: for few tokens a copy of the weights of their experts is faster.
+        few = self.state.batch * self.options.widest_step <= FEW_TOKENS
+        with self.model._optimize_model_for_decode() if few else nullcontext():
+            while self.state.host_rows:
+                self._step()
         return self._output()
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        if self.pacer is not None and self.proposer.num_forwards:
+            self.proposer.window = self.pacer.choose(len(self.state.host_rows))
+        threshold = self._threshold()
+        logits = self.proposer.propose(self.state)
+        tokens, accepted, ended = self._accept(logits, threshold)
+        host_accepted, host_ended = self._commit(tokens, accepted, ended)
+        if self.pacer is not None:
+            self.pacer.record(host_accepted, host_ended, self.proposer.width, time.perf_counter() - began)
 
     def _threshold(self) -> Tensor | None:
         """(N, 1) thresholds of this step; None where the drafts decide."""
@@ -85,10 +99,10 @@ class MarsDecoder:
         if threshold is None:
             return None
         if callable(threshold):
-            none_yet = torch.zeros(state.batch, dtype=torch.long, device="cpu")
-            history = torch.stack(state.accepted_lengths or [none_yet])
+            accepted = state.accepted_lengths[-1] if state.accepted_lengths else torch.zeros_like(self.new_tokens)
+            self.new_tokens = self.new_tokens + accepted
             seconds = time.perf_counter() - self.started
-            step = MarsStep(len(state.accepted_lengths), history.sum(0), history[-1], seconds)
+            step = MarsStep(len(state.accepted_lengths), self.new_tokens, accepted, seconds)
             threshold = check_threshold(threshold(step), self.options.confidence, state.batch)
         if isinstance(threshold, Tensor):
             return threshold.to(self.device)[state.rows, None]
@@ -212,9 +226,7 @@ class MarsDecoder:
         )
 
 
-def make_proposer(
-    model: PreTrainedModel, options: MarsOptions, model_kwargs: dict[str, Any], device: torch.device
-) -> Proposer:
+def make_proposer(model: PreTrainedModel, options: MarsOptions, model_kwargs: dict[str, Any]) -> Proposer:
     """The forward of a step, by what it proposes and by the kind of cache."""
     if options.cache == "none":
         return Proposer(model, options.block_size)

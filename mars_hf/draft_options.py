@@ -16,6 +16,8 @@ DRAFT_ARGUMENTS = ("mars_draft_length", "mars_draft_choices", "mars_tree_budget"
 NGRAM_SIZE = 2
 # Most tokens of a tree of several branches where `mars_tree_budget` is not set: most of a full one are not of use.
 BRANCHED_BUDGET = 24
+# The widest step that "auto" takes.
+WIDEST = 64
 
 
 @dataclass
@@ -35,6 +37,13 @@ class DraftOptions:
     lookup: int = 0
     ngram_size: int = NGRAM_SIZE
     budget: int | str | None = None
+
+    @property
+    def widest_step(self) -> int:
+        """Most tokens that a row feeds in a step."""
+        if isinstance(self.budget, int):
+            return self.budget
+        return WIDEST if self.budget == "auto" else (self.length + 1) ** 2
 
     @property
     def reach(self) -> int:

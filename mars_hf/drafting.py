@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import MarsCache
-from .draft_options import DraftOptions
+from .draft_options import WIDEST, DraftOptions
 from .draft_tree import DraftTree, Sources, TreeBatch, best_first, lay_out
 from .masks import tree_mask
 from .pacing import costs_of
 from .proposing import CursorProposer
 from .row_drafts import RowDrafts
 from .state import DecodingState
-from .tree_budget import WIDEST, PayingWidth
+from .tree_budget import PayingWidth
 
 
 class DraftProposer(CursorProposer):

@@ -190,6 +190,10 @@ class MarsGenerationMixin(GenerationMixin):
             )
             return
         assert options is not None
+        if options.is_autoregressive:
+            # The loop is that of MARS after all, since it continues its cache.
+            refuse_modes(generation_mode, generation_config, {})
+            refuse_models(self, options)
         if options.cache == "none":
             if cache is not None:
                 raise ValueError("`mars_cache='none'` uses no cache, and `cache` is one. Leave one of them out.")
@@ -249,7 +253,7 @@ class MarsGenerationMixin(GenerationMixin):
         decoder = MarsDecoder(
             self, input_ids, options, generation_config, logits_processor, stopping_criteria, streamer, model_kwargs
         )
-        with self._optimize_model_for_decode(), grouped_heads(self), few_token_products(self):
+        with grouped_heads(self), few_token_products(self):
             return decoder.run()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from .forward_arguments import forward_arguments
 from .masks import MaskForm
 from .options import MarsOptions
 
@@ -34,7 +34,10 @@ STEPWISE_PROCESSORS = (
 def refuse_arguments(arguments: dict[str, Any]) -> None:
     """Refuse arguments of `generate` that never reach a decoding loop, or none of ours."""
     if arguments.get("custom_generate") is not None:
-        raise ValueError("MARS and `custom_generate` both replace the decoding loop. Leave one of them out.")
+        raise ValueError(
+            "MARS and `custom_generate` both replace the decoding loop. Leave one of them out; a generation config "
+            "may turn MARS on, too."
+        )
     for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
         if arguments.get(name) is not None:
             raise ValueError(f"`{name}` belongs to `guidance_scale`, which MARS does not support. Leave it out.")
@@ -100,17 +103,7 @@ def refuse_modes(generation_mode: GenerationMode, config: GenerationConfig, gene
 
 def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
     """Refuse models whose steps could not be told apart from their [MASK]s, or not rolled back."""
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"MARS decodes decoder-only models, and `{model.config.model_type}` is an encoder-decoder. Unset "
-            "`mars_threshold`."
-        )
-    taken = forward_arguments(type(model))
-    if "position_ids" not in taken:
-        raise ValueError(
-            f"MARS needs a model whose forward takes `position_ids`, and `{type(model).__name__}` does not. Unset "
-            "`mars_threshold`."
-        )
+    refuse_architecture(model)
     if model._compiled_call_impl is not None or hasattr(model.forward, "_torchdynamo_orig_callable"):
         raise ValueError(
             "MARS steps have no fixed shape, so a compiled forward would be compiled again and again. Load the model "
@@ -118,22 +111,20 @@ def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
         )
     if options.cache != "none":
         # A class of one's own may hand it on unnamed.
-        if not (taken | forward_arguments(type(model.base_model))) & {"cache", "past_key_values"}:
+        taken = forward_arguments(type(model)) | forward_arguments(type(model.base_model))
+        if not taken & {"cache", "past_key_values"}:
             raise ValueError(
                 f"`{type(model).__name__}` takes no cache. Set `mars_cache='none'`, which recomputes the sequence in "
                 "each step."
             )
         MaskForm(model.config, model.dtype)
     config = model.config.get_text_config()
-    if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
+    by_clock = options.adaptive_window or (options.drafts is not None and options.drafts.budget == "auto")
+    if by_clock and (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError(
-            f"This `{config.model_type}` is an encoder: its tokens see those behind them, [MASK]s too. Load it with "
-            "`is_decoder=True`, or unset `mars_threshold`."
-        )
-    if getattr(config, "alibi", False):
-        raise ValueError(
-            f"The ALiBi biases of `{config.model_type}` count the slots of the cache, and slots of MARS hold [MASK]s "
-            "too. Use a model with rotary or learned positions, or unset `mars_threshold`."
+            "`mars_adaptive_window=True` and `mars_tree_budget='auto'` follow the clock of each process, and those of "
+            "a tensor-parallel model would take steps of different widths. Set `mars_adaptive_window=False`, or a "
+            "number as `mars_tree_budget`."
         )
     if options.mask_token_id >= config.vocab_size:
         raise ValueError(
@@ -148,16 +139,30 @@ def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
     refuse_adapters(model)
 
 
-def forward_arguments(model_class: type) -> set[str]:
-    """The names that `forward` takes; one that hands on whatever it gets takes those of the class above, too."""
-    names: set[str] = set()
-    for parent in model_class.__mro__:
-        if "forward" in vars(parent):
-            parameters = inspect.signature(vars(parent)["forward"]).parameters
-            names |= set(parameters)
-            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
-                break
-    return names
+def refuse_architecture(model: PreTrainedModel) -> None:
+    """Refuse models that cannot say where the tokens of a row stand, or that let them see those behind them."""
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"Steps of several tokens take a decoder-only model, and `{model.config.model_type}` is an "
+            "encoder-decoder. Decode it one token at a time, without `mars_threshold`."
+        )
+    if "position_ids" not in forward_arguments(type(model)):
+        raise ValueError(
+            f"Steps of several tokens take a model whose forward takes `position_ids`, and `{type(model).__name__}` "
+            "does not. Decode it one token at a time, without `mars_threshold`."
+        )
+    if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
+        raise ValueError(
+            f"This `{config.model_type}` is an encoder: its tokens see those behind them, [MASK]s too. Load it with "
+            "`is_decoder=True`, or decode it one token at a time, without `mars_threshold`."
+        )
+    if getattr(config, "alibi", False):
+        raise ValueError(
+            f"The ALiBi biases of `{config.model_type}` count the slots of the cache, which may hold [MASK]s and "
+            "rejected tokens too. Use a model with rotary or learned positions, or decode it one token at a time, "
+            "without `mars_threshold`."
+        )
 
 
 def refuse_adapters(model: PreTrainedModel) -> None:
@@ -175,15 +180,16 @@ def refuse_adapters(model: PreTrainedModel) -> None:
         (module._forward_pre_hooks, key)
         for module in model.modules()
         for key, hook in module._forward_pre_hooks.items()
-        if "adapter_names" in (getattr(hook, "keywords", None) or {})
+        if {"adapter_names", "alora_offsets"} & set(getattr(hook, "keywords", None) or ())
     ]
     if hooks:
         # PEFT takes them away only where the call returns; left behind, they would break the next one.
         for of_module, key in hooks:
             del of_module[key]
         raise ValueError(
-            "`adapter_names` counts the rows of a batch, and with MARS rows leave it when they end. Generate the "
-            "prompts of each adapter by themselves, after `model.set_adapter(...)`."
+            "`adapter_names` and activated LoRA (`alora_invocation_tokens`) count the rows of a batch and their last "
+            "tokens, and with MARS rows leave it when they end, and [MASK]s stand behind the prompt. Generate the "
+            "prompts of each adapter by themselves, after `model.set_adapter(...)`; activated LoRA without MARS only."
         )
 
 
@@ -223,16 +229,37 @@ def refuse_inputs(
             "The prompts are padded on the right, so new tokens would follow padding. Set "
             "`tokenizer.padding_side = 'left'`."
         )
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if limit is None:
-        return
-    longest = input_ids.shape[1] if positions is None else int(positions[..., -1].max()) + 1
-    total = longest + config.max_length - input_ids.shape[1]
-    if total > limit:
+    lengths = [input_ids.shape[1]] if positions is None else (positions[..., -1] + 1).tolist()
+    refuse_positions(model_config.get_text_config(), lengths, config.max_length - input_ids.shape[1])
+
+
+def refuse_positions(config: Any, lengths: list[int], new_tokens: int) -> None:
+    """Refuse texts that leave the positions that the model has, or that its rotary embedding treats alike.
+
+    Args:
+        config: of the language model.
+        lengths: positions that the rows' prompts take.
+        new_tokens: most tokens that are added to each.
+    """
+    limit, longest = getattr(config, "max_position_embeddings", None), max(lengths)
+    total = longest + new_tokens
+    if limit is not None and total > limit:
         raise ValueError(
             f"The prompt and its new tokens take {total} positions, and the model has {limit} "
             "(`max_position_embeddings`). Shorten the prompt or lower `max_new_tokens`."
         )
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if not isinstance(rope, dict) or rope.get("rope_type") != "longrope":
+            continue
+        switch = rope["original_max_position_embeddings"]
+        if min(lengths) <= switch < total:
+            raise ValueError(
+                f"The text of {min(lengths)} to {total} positions crosses position {switch}, from which on the "
+                "`longrope` of this model rotates all keys differently, those in the cache too. [MASK]s would get "
+                f"there earlier than one token at a time. Keep prompt and new tokens within {switch}, or every prompt "
+                "longer than that, or decode one token at a time, without `mars_threshold`."
+            )
 
 
 def refuse_prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:

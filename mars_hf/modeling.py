@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .checks import check_count
 from .class_swap import swap_class
 from .generation import MarsGenerationMixin
 from .hub import MarsCheckpointMixin
@@ -35,14 +36,15 @@ def get_mars_model(model: Any, mask_token_id: int | None = None, block_size: int
             f"`get_mars_model` needs a decoder-only transformers model that can generate, got {type(base).__name__}."
         )
     if mask_token_id is not None:
+        check_count("mask_token_id", mask_token_id, 0)
         rows = base.get_input_embeddings().weight.shape[0]
-        if isinstance(mask_token_id, bool) or not isinstance(mask_token_id, int) or not 0 <= mask_token_id < rows:
+        if mask_token_id >= rows:
             raise ValueError(
                 f"`mask_token_id` must be the id of a token with an embedding row (0 to {rows - 1}), got "
                 f"{mask_token_id!r}. `add_mask_token(tokenizer, model)` makes one."
             )
-    if block_size is not None and (isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1):
-        raise ValueError(f"`block_size` must be a positive integer, got {block_size!r}.")
+    if block_size is not None:
+        check_count("block_size", block_size, 1)
     _drop_remote_generate(base)
     swap_class(base, MarsCheckpointMixin, MarsGenerationMixin)
     if base is not model:
@@ -94,11 +96,13 @@ class AutoMarsModelForCausalLM:
             ValueError: for `use_safetensors=False`; otherwise what `AutoModelForCausalLM` raises.
         """
         path = pretrained_model_name_or_path
-        model = get_mars_model(load_checkpoint(path, *args, **kwargs))
+        loaded = load_checkpoint(path, *args, **kwargs)
+        # With `output_loading_info=True` a pair.
+        model = get_mars_model(loaded[0] if isinstance(loaded, tuple) else loaded)
         for name, value in recorded_entries(model, path, kwargs).items():
             setattr(model.generation_config, name, value)
             model.generation_config._from_model_config = False
-        return model
+        return loaded
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ Shapes: N rows of the batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,15 @@ class MarsOptions:
     confidence: str
     drafts: DraftOptions | None = None
     adaptive_window: bool = False
+
+    @property
+    def widest_step(self) -> int:
+        """Most tokens that a row feeds in a step after the first."""
+        if self.cache == "none":
+            return sys.maxsize
+        if self.drafts is not None:
+            return self.drafts.widest_step
+        return self.block_size - 1 + (self.cache_block_size if self.cache == "block" else self.block_size)
 
     @property
     def is_autoregressive(self) -> bool:

@@ -42,7 +42,8 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
     grown = any(_is_whole(name, shape) and shape[0] > rows for name, shape in shapes.items())
     if not grown and not has_magnitudes:
         return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs, **hub)
-    model = AutoModelForCausalLM.from_pretrained(base, *args, **kwargs)
+    loaded = AutoModelForCausalLM.from_pretrained(base, *args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
     # transformers would load the adapter into a base without the rows that training added.
     embedding = model.get_input_embeddings()
     place = PEFT_PREFIX + next(name for name, module in model.named_modules() if module is embedding) + "."
@@ -56,7 +57,7 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
 
         weights = load_file(_adapter_file(path, origin))
         set_peft_model_state_dict(model, {name.removeprefix(PEFT_PREFIX): value for name, value in weights.items()})
-    return model
+    return loaded
 
 
 def _is_whole(name: str, shape: list[int]) -> bool:
@@ -129,11 +130,12 @@ def _authors_mask_token_id(path: str | os.PathLike[str], kwargs: dict[str, Any])
 
 
 def recorded_entries(model: Any, path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The `mars_*` entries for a loaded model whose own generation config has no mask token.
+    """The `mars_*` entries that a loaded model's own generation config does not have.
 
     They are recorded beside an adapter, whose model takes the generation config of its base, or in `config.json`.
     """
-    if getattr(model.generation_config, "mars_mask_token_id", None) is not None:
+    is_known = getattr(model.generation_config, "mars_mask_token_id", None) is not None
+    if is_known and not _has_file(path, "adapter_config.json", kwargs):
         return {}
     try:
         beside = GenerationConfig.from_pretrained(path, **_hub_kwargs(kwargs)).to_dict()
@@ -141,7 +143,7 @@ def recorded_entries(model: Any, path: str | os.PathLike[str], kwargs: dict[str,
         beside = {}
     found = {name: value for name, value in beside.items() if name.startswith("mars_")}
     mask_token_id = getattr(model.config, "mask_token_id", None)
-    if "mars_mask_token_id" not in found and mask_token_id is not None:
+    if not is_known and "mars_mask_token_id" not in found and mask_token_id is not None:
         found["mars_mask_token_id"] = mask_token_id
     return found
 

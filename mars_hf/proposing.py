@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import move_to_device
 
 from .cache import MarsCache
+from .forward_arguments import decoding_arguments
 from .masks import MaskForm, decode_mask
 from .state import DecodingState
 
@@ -58,14 +60,19 @@ class Proposer:
             position_ids=state.positions[state.rows, :visible],
             attention_mask=state.key_mask[state.rows, :visible].long(),
             use_cache=False,
+            **decoding_arguments(self.model),
         )
         wanted = state.length[:, None] - 1 + torch.arange(self.window, device=state.device)
-        return logits.gather(1, wanted.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1])).float()
+        logits = logits.gather(1, wanted.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1]))
+        return logits.to(device=state.device, dtype=torch.float32)
 
     def forward(self, **inputs: Any) -> Tensor:
-        """One forward pass of the model; its logits."""
+        """One forward pass of the model; its logits, on the model's device."""
         self.num_forwards += 1
-        return self.model(**inputs, return_dict=True).logits
+        if self.model.device.type != "meta":
+            # As in stock `generate`, where prompts may be on the host.
+            inputs = move_to_device(inputs, self.model.device)
+        return self.model(**inputs).logits
 
     def settle(self, state: DecodingState, accepted: Tensor) -> None:
         """Take note of what each of the N rows accepted (N,), before rows that have ended leave."""
@@ -82,7 +89,6 @@ class CursorProposer(Proposer):
         super().__init__(model, window)
         self.cache, self.model_kwargs = cache, model_kwargs
         self.mask_form = MaskForm(model.config, model.dtype)
-        self.can_keep = model._supports_logits_to_keep()
 
     def propose(self, state: DecodingState) -> Tensor:
         if self.num_forwards == 0:
@@ -111,16 +117,16 @@ class CursorProposer(Proposer):
         visible = state.prompt + masks
         columns = torch.arange(visible, device=state.device).expand(state.batch, -1)
         self.cache.plan_write(columns, visible, first=0)
-        kwargs = dict(self.model_kwargs, cache=self.cache, **self.keep(masks + 1))
+        kwargs = dict(self.model_kwargs, cache=self.cache)
         if kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = state.key_mask[:, :visible].long()
         if (embeds := kwargs.get("inputs_embeds")) is not None:
-            mask_embeds = self.model.get_input_embeddings()(state.tokens[:, state.prompt : visible])
+            mask_ids = state.tokens[:, state.prompt : visible].to(embeds.device)
+            mask_embeds = self.model.get_input_embeddings()(mask_ids)
             kwargs["inputs_embeds"] = torch.cat([embeds, mask_embeds.to(embeds)], dim=1)
         kwargs["position_ids"] = state.positions[:, :visible]
-        return self.forward(
-            **self.model.prepare_inputs_for_generation(state.tokens[:, :visible], is_first_iteration=True, **kwargs)
-        )
+        inputs = self.model.prepare_inputs_for_generation(state.tokens[:, :visible], is_first_iteration=True, **kwargs)
+        return self.forward(**{**inputs, **decoding_arguments(self.model, masks + 1)})
 
     def feed(self, state: DecodingState, start: Tensor, host_start: list[int], masks: int) -> Tensor:
         """Feed each row's columns from `start` (N,) on and so many [MASK]s, right-aligned; masks + 1 logits.
@@ -153,12 +159,8 @@ class CursorProposer(Proposer):
             attention_mask=self.mask_form.masks(make_mask),
             cache=self.cache,
             use_cache=True,
-            **self.keep(keep),
+            **decoding_arguments(self.model, keep),
         )
-
-    def keep(self, count: int) -> dict[str, int]:
-        """The argument that spares a model all but its last logits; one that does not take it returns all."""
-        return {"logits_to_keep": count} if self.can_keep else {}
 
 
 class BlockProposer(CursorProposer):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .draft_options import WIDEST
 from .pacing import CostMeter
 
-# The widest step that is ever chosen by cost, in tokens of a row.
-WIDEST = 64
 # Widths whose cost is measured before it counts, and again after so many steps, one after the other.
 PROBES = (1, 2, 4, 8, 16, 32, WIDEST)
 PROBE_AFTER = 48

@@ -261,7 +261,7 @@ def test_adapters_by_row_are_refused():
     model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     inputs, adapters = left_pad(random_prompts([6, 4])), {"adapter_names": ["default", "__base__"]}
     get_mars_model(model).eval()
-    with pytest.raises(ValueError, match="`adapter_names` counts the rows of a batch"):
+    with pytest.raises(ValueError, match=r"`adapter_names` and activated LoRA .* count the rows of a batch"):
         model.generate(**inputs, **adapters, max_new_tokens=4, mars_threshold=0.5)
     model.generate(**inputs, max_new_tokens=4, mars_threshold=0.5)
 

@@ -46,11 +46,12 @@ TABLE = {
     "records": {"state"},
     "choosing": {"records", "state"},
     "outputs": set(),
-    "proposing": {"masks", "cache", "state"},
+    "forward_arguments": set(),
+    "proposing": {"masks", "cache", "state", "forward_arguments"},
     "lookup": set(),
     "draft_tree": set(),
     "row_drafts": {"draft_options", "lookup", "draft_tree"},
-    "tree_budget": {"pacing"},
+    "tree_budget": {"draft_options", "pacing"},
     "drafting": {
         "masks",
         "cache",
@@ -63,7 +64,7 @@ TABLE = {
         "proposing",
     },
     "decoding": {"acceptance", "options", "pacing", "state", "choosing", "outputs", "proposing", "drafting"},
-    "generation_refusals": {"masks", "options"},
+    "generation_refusals": {"masks", "options", "forward_arguments"},
     "generation": {"attention", "few_tokens", "cache", "options", "outputs", "decoding", "generation_refusals"},
     "class_swap": set(),
     "remote_generate": {"class_swap", "generation"},
@@ -71,7 +72,7 @@ TABLE = {
     "model_card": set(),
     "hub": {"bundle", "model_card"},
     "pretrained": set(),
-    "modeling": {"class_swap", "generation", "hub", "pretrained"},
+    "modeling": {"checks", "class_swap", "generation", "hub", "pretrained"},
     "lm_eval": {"modeling", "pretrained"},
     "serve": {"modeling", "options"},
     "sft_trainer": {
@@ -98,14 +99,29 @@ TABLE = {
 # Each file of a package inside the library may import these files of the package, and these of the library.
 SUBPACKAGES = {
     "baselines": {
-        "arguments": (set(), {"outputs"}),
+        "arguments": (set(), {"checks", "generation_refusals", "outputs"}),
         "block_diffusion": (set(), {"masks"}),
         "block_diffusion_trainer": (
             {"block_diffusion"},
             {"checks", "fused_head", "loading", "mask_token", "masks", "refusals"},
         ),
-        "block_diffusion_sampler": ({"arguments", "block_diffusion"}, {"cache", "few_tokens", "masks", "outputs"}),
-        "jacobi": ({"arguments"}, {"acceptance", "cache", "few_tokens", "masks", "outputs"}),
+        "block_diffusion_sampler": (
+            {"arguments", "block_diffusion"},
+            {"cache", "checks", "few_tokens", "forward_arguments", "masks", "outputs"},
+        ),
+        "jacobi": (
+            {"arguments"},
+            {
+                "acceptance",
+                "cache",
+                "checks",
+                "few_tokens",
+                "forward_arguments",
+                "generation_refusals",
+                "masks",
+                "outputs",
+            },
+        ),
     },
     "metrics": {
         "agreement": (set(), set()),

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..checks import check_count
+from ..generation_refusals import refuse_positions
 from ..outputs import MarsGenerateOutput
 
 
@@ -22,10 +24,9 @@ def check_prompts(
 
     Raises:
         ValueError: for prompts that are empty, padded on the right or with holes, and for a reply of no token or one
-            that the model has no positions for.
+            that the model has no positions for, or none of one kind.
     """
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be a positive integer, got {max_new_tokens!r}.")
+    check_count("max_new_tokens", max_new_tokens, 1)
     if input_ids.ndim != 2 or input_ids.numel() == 0:
         raise ValueError(f"`input_ids` must be (rows, tokens), neither empty, got {tuple(input_ids.shape)}.")
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -34,13 +35,7 @@ def check_prompts(
     mask = mask.bool()
     if not bool(mask[:, -1].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ValueError("The prompts must be padded on the left only. Set `tokenizer.padding_side = 'left'`.")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = int(mask.sum(-1).max()) + max_new_tokens
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"The longest prompt and its new tokens take {longest} positions, and the model has {limit}. Lower "
-            "`max_new_tokens`."
-        )
+    refuse_positions(model.config.get_text_config(), mask.sum(-1).tolist(), max_new_tokens)
     return mask
 
 

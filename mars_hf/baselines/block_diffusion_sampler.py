@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import MarsCache
+from ..checks import check_count
 from ..few_tokens import few_token_products
+from ..forward_arguments import decoding_arguments
 from ..masks import CLEAN, PADDING, Layout, masks_for_model, stream_layout
 from ..outputs import MarsGenerateOutput
 from .arguments import check_mask_token, check_prompts, end_tokens, finish
@@ -59,8 +61,7 @@ def block_diffusion_generate(
         ValueError: for arguments out of range, right-padded prompts, and prompts with [MASK]s, which would be filled.
     """
     prompt_mask = check_prompts(model, input_ids, attention_mask, max_new_tokens)
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"`block_size` must be a positive integer, got {block_size!r}.")
+    check_count("block_size", block_size, 1)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
         raise ValueError(f"`threshold` must be in (0, 1], got {threshold!r}.")
     stops = end_tokens(model, eos_token_id, input_ids.device)
@@ -150,7 +151,7 @@ class BlockSampler:
                 attention_mask=window_mask,
                 cache=self.cache,
                 use_cache=True,
-                logits_to_keep=self.block_size,
+                **decoding_arguments(self.model, self.block_size),
             )
             .logits[:, -self.block_size :]
             .float()

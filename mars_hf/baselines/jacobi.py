@@ -16,7 +16,10 @@ from transformers import PreTrainedModel
 
 from ..acceptance import accepted_length, cut_after_first
 from ..cache import MarsCache
+from ..checks import check_count
 from ..few_tokens import few_token_products
+from ..forward_arguments import decoding_arguments
+from ..generation_refusals import refuse_architecture
 from ..masks import decode_mask, masks_for_model
 from ..outputs import MarsGenerateOutput
 from .arguments import check_prompts, end_tokens, finish
@@ -52,11 +55,11 @@ def jacobi_generate(
         (N,), per forward that the row took part in.
 
     Raises:
-        ValueError: for arguments out of range and right-padded prompts.
+        ValueError: for arguments out of range, right-padded prompts, and models that cannot take such steps.
     """
+    refuse_architecture(model)
     prompt_mask = check_prompts(model, input_ids, attention_mask, max_new_tokens)
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"`window` must be a positive integer, got {window!r}.")
+    check_count("window", window, 1)
     stops = end_tokens(model, eos_token_id, input_ids.device)
     rows = JacobiRows(model, input_ids.long(), prompt_mask, max_new_tokens, window)
     going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -120,7 +123,7 @@ class JacobiRows:
             attention_mask=mask,
             cache=self.cache,
             use_cache=True,
-            logits_to_keep=self.window,
+            **decoding_arguments(self.model, self.window),
         ).logits
         choices = logits[:, -self.window :].float().argmax(-1)
         return choices, choices[:, :-1] == self.tokens.gather(1, columns[:, 1:])

@@ -97,7 +97,7 @@ class MarsSFTTrainer(SFTTrainer):
         if not self._has_masked_stream:
             # The tags and the name that a card gives to the model.
             self._tag_names, self._name = SFTTrainer._tag_names, SFTTrainer._name  # type: ignore[misc]
-        model_init_kwargs = args.model_init_kwargs
+        model_init_kwargs, is_loaded = args.model_init_kwargs, False
         if self._has_masked_stream:
             refuse_arguments(args, data_collator, compute_loss_func)
             if processing_class is not None:
@@ -106,8 +106,7 @@ class MarsSFTTrainer(SFTTrainer):
             set_seed(args.seed)
             if isinstance(model, str):
                 model = load_model(model, args, quantization_config)
-                # Used up: `SFTTrainer` would warn that a loaded model ignores them.
-                quantization_config, args.model_init_kwargs = None, None
+                is_loaded, quantization_config = True, None
             refuse_model(base_model(model), args.device)
             make_savable(base_model(model).generation_config)
             if processing_class is None:
@@ -116,6 +115,8 @@ class MarsSFTTrainer(SFTTrainer):
                 model, args, processing_class, args.mars_mask_token, peft_config, optimizers[0]
             )
         try:
+            if is_loaded:  # and they are used up: `SFTTrainer` would warn that a loaded model ignores them
+                args.model_init_kwargs = None
             super().__init__(
                 model=model,
                 args=args,

@@ -966,6 +966,14 @@ def test_adapter_on_the_head_is_refused_as_in_sft(tmp_path):
             make_trainer(tmp_path, trainer_class=trainer_class, peft_config=LoraConfig(target_modules=["lm_head"]))
 
 
+def test_a_refusal_leaves_the_arguments_as_they_were(tmp_path, saved):
+    kwargs = {"attn_implementation": "eager"}
+    args = config(tmp_path, mars_block_size=2, mars_mask_token="<|end|>", model_init_kwargs=kwargs)
+    with pytest.raises(ValueError, match="is the tokenizer's `eos_token`"):
+        MarsSFTTrainer(saved, args, train_dataset=Dataset.from_list(PROMPT))
+    assert args.model_init_kwargs == kwargs
+
+
 def test_quantization_is_set_once(tmp_path, saved):
     args = config(tmp_path, mars_block_size=2, model_init_kwargs={"quantization_config": object()})
     arguments = {"args": args, "train_dataset": Dataset.from_list(PROMPT), "quantization_config": object()}

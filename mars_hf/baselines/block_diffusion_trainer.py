@@ -166,10 +166,9 @@ class BlockDiffusionTrainer(SFTTrainer):
         if processing_class is not None:
             refuse_processor(processing_class)
         set_seed(args.seed)  # as in `SFTTrainer`, and here already because a new embedding row is drawn at random
-        model_init_kwargs = args.model_init_kwargs
+        model_init_kwargs, is_loaded = args.model_init_kwargs, isinstance(model, str)
         if isinstance(model, str):
             model = load_model(model, args, None)
-            args.model_init_kwargs = None  # used up: `SFTTrainer` would warn that a loaded model ignores them
         if is_peft_model(model):
             raise ValueError("`BlockDiffusionTrainer` trains whole models. Merge the adapter, or pass the base model.")
         refuse_model(model, args.device)
@@ -180,6 +179,8 @@ class BlockDiffusionTrainer(SFTTrainer):
         optimizer, _ = kwargs.get("optimizers") or (None, None)
         _, self._mask_token_id = give_mask_token(model, args, processing_class, args.mask_token, None, optimizer)
         try:
+            if is_loaded:  # and they are used up: `SFTTrainer` would warn that a loaded model ignores them
+                args.model_init_kwargs = None
             super().__init__(
                 model=model,
                 args=args,

@@ -45,7 +45,7 @@ class Bench:
         if method == "speculative":
             parts.append(self.lab.fingerprint("draft", seed))
         examples = min(scale.eval_examples, scale.single_examples) if method in SINGLE else scale.eval_examples
-        parts += [row.decoding.key, scale.eval_data, str(examples), str(scale.max_new_tokens), scale.dtype]
+        parts += [row.decoding.key, scale.eval_data, str(examples), str(scale.max_new_tokens)]
         return "/".join([*parts, f"seed{seed}"])
 
     def row(self, row: Row, seed: int) -> Record:

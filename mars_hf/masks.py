@@ -133,7 +133,8 @@ def decode_mask(columns: Tensor, key_mask: Tensor, window: int | None = None) ->
     """The mask of a decoding step over a cache whose slots are the columns of the (left-padded) sequences.
 
     Args:
-        columns: (N, Q) column of every query; each sees the columns up to its own.
+        columns: (N, Q) column of every query; each sees the columns up to its own. Padding, which nobody sees, sees
+            itself, so that no row of the softmax is empty.
         key_mask: (N, K) bool, False for padding columns.
         window: sliding window in tokens, or None.
 
@@ -145,7 +146,7 @@ def decode_mask(columns: Tensor, key_mask: Tensor, window: int | None = None) ->
     allowed = (behind >= 0) & key_mask[:, None, :]
     if window is not None:
         allowed = allowed & (behind < window)
-    return allowed[:, None]
+    return (allowed | (behind == 0))[:, None]
 
 
 def tree_mask(cursor: Tensor, key_mask: Tensor, tree: Tensor, depth: Tensor, window: int | None = None) -> Tensor:

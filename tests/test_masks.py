@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -15,6 +16,7 @@ from mars_hf.masks import (
     Layout,
     attention_windows,
     block_mask,
+    decode_mask,
     dense_mask,
     flex_mask_mod,
     mars_attention_mask,
@@ -174,3 +176,17 @@ def test_mask_for_each_backend():
     config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match=r"has linear_attention layers"):
         attention_windows(config)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_decode_mask_is_its_definition(window):
+    columns = torch.tensor([[4, 5, 6, 7], [0, 1, 2, 3], [2, 2, 6, 7]])
+    key_mask = torch.ones(3, 8, dtype=torch.bool)
+    key_mask[1, :2] = key_mask[2, :5] = False
+    mask = decode_mask(columns, key_mask, window)
+    assert mask.shape == (3, 1, 4, 8)
+    for row, query, key in itertools.product(range(3), range(4), range(8)):
+        column = int(columns[row, query])
+        is_behind = key <= column and (window is None or key > column - window)
+        assert mask[row, 0, query, key] == ((is_behind and key_mask[row, key]) or key == column)
+    assert mask.any(-1).all(), "an empty row of a softmax"

@@ -9,6 +9,7 @@ Shapes: N rows, P prompt columns, W the window, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,7 +117,8 @@ class JacobiRows:
             fed, first = torch.arange(visible, device=columns.device).expand(len(columns), -1), 0
             self.has_read_prompt = True
         self.cache.plan_write(fed, visible, first)
-        mask = masks_for_model(self.model.config, self.model.dtype, lambda window: self._mask(fed, visible, window))
+        make_mask = partial(decode_mask, fed, self.key_mask[:, :visible])
+        mask = masks_for_model(self.model.config, self.model.dtype, make_mask)
         logits = self.model(
             input_ids=self.tokens.gather(1, fed),
             position_ids=self.position.gather(1, fed),
@@ -127,11 +129,6 @@ class JacobiRows:
         ).logits
         choices = logits[:, -self.window :].float().argmax(-1)
         return choices, choices[:, :-1] == self.tokens.gather(1, columns[:, 1:])
-
-    def _mask(self, fed: Tensor, visible: int, window: int | None) -> Tensor:
-        """As `decode_mask`; padding, which nobody reads, sees itself, so that no row of the softmax is empty."""
-        itself = fed[:, None, :, None] == torch.arange(visible, device=fed.device)
-        return decode_mask(fed, self.key_mask[:, :visible], window) | itself
 
     def advance(self, choices: Tensor, accepted: Tensor) -> None:
         """Write the choices of a forward: as far as they are accepted (N,) they stay, the others are guesses."""

@@ -20,17 +20,18 @@ def forward_arguments(model_class: type) -> set[str]:
     return names
 
 
-def decoding_arguments(model: PreTrainedModel, logits: int | None = None) -> dict[str, Any]:
+def decoding_arguments(model: PreTrainedModel, logits: int) -> dict[str, Any]:
     """The arguments that every forward of decoding has, as far as the model takes them.
 
     Args:
-        logits: how many of the last logits are wanted; None for all. A model that cannot be told returns all.
+        logits: how many of the last logits are wanted, 0 for all. A model that does not take `logits_to_keep` returns
+            all.
     """
     taken = forward_arguments(type(model))
     arguments: dict[str, Any] = {"return_dict": True}
     if "output_router_logits" in taken:
         # Training leaves it on in the config, and the router's loss would take the mask for one of padding.
         arguments["output_router_logits"] = False
-    if logits is not None and "logits_to_keep" in taken:
+    if "logits_to_keep" in taken:
         arguments["logits_to_keep"] = logits
     return arguments

@@ -34,6 +34,7 @@ class Proposer:
         self.model, self.window = model, window
         self.num_forwards = 0
         self.width: int | None = None
+        self.arguments = decoding_arguments(model, 0)
 
     def waiting(self, state: DecodingState) -> list[bool]:
         """Which of the N rows sit this step out."""
@@ -60,19 +61,20 @@ class Proposer:
             position_ids=state.positions[state.rows, :visible],
             attention_mask=state.key_mask[state.rows, :visible].long(),
             use_cache=False,
-            **decoding_arguments(self.model),
         )
         wanted = state.length[:, None] - 1 + torch.arange(self.window, device=state.device)
         logits = logits.gather(1, wanted.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1]))
         return logits.to(device=state.device, dtype=torch.float32)
 
-    def forward(self, **inputs: Any) -> Tensor:
-        """One forward pass of the model; its logits, on the model's device."""
+    def forward(self, keep: int = 0, **inputs: Any) -> Tensor:
+        """One forward pass of the model; its logits, on the model's device: the last `keep`, 0 for all."""
         self.num_forwards += 1
+        if "logits_to_keep" in self.arguments:
+            self.arguments["logits_to_keep"] = keep
         if self.model.device.type != "meta":
             # As in stock `generate`, where prompts may be on the host.
             inputs = move_to_device(inputs, self.model.device)
-        return self.model(**inputs).logits
+        return self.model(**{**inputs, **self.arguments}).logits
 
     def settle(self, state: DecodingState, accepted: Tensor) -> None:
         """Take note of what each of the N rows accepted (N,), before rows that have ended leave."""
@@ -126,7 +128,7 @@ class CursorProposer(Proposer):
             kwargs["inputs_embeds"] = torch.cat([embeds, mask_embeds.to(embeds)], dim=1)
         kwargs["position_ids"] = state.positions[:, :visible]
         inputs = self.model.prepare_inputs_for_generation(state.tokens[:, :visible], is_first_iteration=True, **kwargs)
-        return self.forward(**{**inputs, **decoding_arguments(self.model, masks + 1)})
+        return self.forward(masks + 1, **inputs)
 
     def feed(self, state: DecodingState, start: Tensor, host_start: list[int], masks: int) -> Tensor:
         """Feed each row's columns from `start` (N,) on and so many [MASK]s, right-aligned; masks + 1 logits.
@@ -154,12 +156,12 @@ class CursorProposer(Proposer):
     ) -> Tensor:
         """Feed these tokens (N, W), which stand at these columns (N, W), against the cache; the last `keep` logits."""
         return self.forward(
+            keep,
             input_ids=ids,
             position_ids=state.positions[state.rows[:, None], columns],
             attention_mask=self.mask_form.masks(make_mask),
             cache=self.cache,
             use_cache=True,
-            **decoding_arguments(self.model, keep),
         )
 
 

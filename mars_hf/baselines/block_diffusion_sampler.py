@@ -90,6 +90,7 @@ class BlockSampler:
         max_new_tokens: int,
     ) -> None:
         self.model, self.mask_token_id, self.block_size = model, mask_token_id, block_size
+        self.arguments = decoding_arguments(model, block_size)
         lengths = prompt_mask.sum(-1)
         self.whole = lengths // block_size * block_size  # tokens of each prompt that stand in full blocks
         self.begin = int(self.whole.max())  # the column where the block that is being filled starts
@@ -151,7 +152,7 @@ class BlockSampler:
                 attention_mask=window_mask,
                 cache=self.cache,
                 use_cache=True,
-                **decoding_arguments(self.model, self.block_size),
+                **self.arguments,
             )
             .logits[:, -self.block_size :]
             .float()

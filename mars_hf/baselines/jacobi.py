@@ -94,6 +94,7 @@ class JacobiRows:
         self, model: PreTrainedModel, input_ids: Tensor, prompt_mask: Tensor, max_new_tokens: int, window: int
     ) -> None:
         self.model, self.window = model, window
+        self.arguments = decoding_arguments(model, window)
         count, self.prompt = input_ids.shape
         self.end = self.prompt + max_new_tokens
         tail = max_new_tokens + window
@@ -125,7 +126,7 @@ class JacobiRows:
             attention_mask=mask,
             cache=self.cache,
             use_cache=True,
-            **decoding_arguments(self.model, self.window),
+            **self.arguments,
         ).logits
         choices = logits[:, -self.window :].float().argmax(-1)
         return choices, choices[:, :-1] == self.tokens.gather(1, columns[:, 1:])

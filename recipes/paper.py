@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from _arguments import positive
 from accelerate import PartialState
 from paper_measure import Bench
@@ -187,7 +188,7 @@ def main() -> None:
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    state = PartialState()
+    state = PartialState(cpu=not torch.cuda.is_available())  # as the trainers have it
     is_main = state.is_main_process
     lab = Lab(args.settings, args.output_dir, args.given, lambda line: print(line, flush=True) if is_main else None)
     lab.problems(0)  # says what is wrong with them before hours of training

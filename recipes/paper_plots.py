@@ -103,7 +103,8 @@ def draw_ablation(path: Path, measured: Measured, block_sizes: tuple[int, ...]) 
     for panel in axes:
         panel.set(xlabel="block size B", xticks=block_sizes)
         panel.grid(alpha=0.3)
-    axes[2].legend(fontsize="small")
+    if axes[2].lines:
+        axes[2].legend(fontsize="small")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     save(figure, path)
 

@@ -254,7 +254,7 @@ def test_of_a_launchers_processes_one_measures_when_all_have_trained(
 ):
     done = []
     state = SimpleNamespace(is_main_process=is_main, num_processes=2)
-    monkeypatch.setattr(paper, "PartialState", lambda: state)
+    monkeypatch.setattr(paper, "PartialState", lambda cpu: state)
     monkeypatch.setattr(Lab, "checkpoint", lambda lab, name, seed: done.append((name, seed)))
     tables = {name: lambda *_, name=name: done.append(name) or "" for name in ("ablation", "batch", "cost")}
     monkeypatch.setattr(paper, "TABLES", tables)

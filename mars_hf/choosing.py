@@ -16,7 +16,10 @@ from transformers.generation import (
     LogitNormalization,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
@@ -35,11 +38,15 @@ PREFIX_FREE = (
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+# Those that ask at most which tokens a prefix holds may judge rows whose prefixes are of unequal length at once.
+LENGTH_FREE = (*PREFIX_FREE, RepetitionPenaltyLogitsProcessor)
 
 
 class Chooser:
@@ -48,6 +55,8 @@ class Chooser:
     Attributes:
         needs_prefix: whether some processor looks at the text in front of a token, so that tokens are chosen one by
             one, with `one`; else all of a step are, with `all`.
+        needs_length: whether some processor looks at more than which tokens that text holds, so that rows are asked
+            about together only where their texts are equally long.
         scores, logits: the processed and the raw logits of every token, where the output shall have them.
     """
 
@@ -62,6 +71,7 @@ class Chooser:
         self.processors = type(processors)(self._about_asked_rows(processor) for processor in processors)
         self.asked: set[int] = set()
         self.needs_prefix = not all(type(processor) in PREFIX_FREE for processor in processors)
+        self.needs_length = not all(type(processor) in LENGTH_FREE for processor in processors)
         wants = config.return_dict_in_generate
         self.scores = TokenRecord(state) if wants and config.output_scores else None
         self.logits = TokenRecord(state) if wants and config.output_logits else None
@@ -82,19 +92,25 @@ class Chooser:
             scores = self.processors(no_prefix, scores.flatten(0, 1)).view_as(logits)
         return self._draw(scores), scores if wants_record else None
 
-    def one(self, logits: Tensor, members: list[int], column: int) -> Tensor:
-        """The token of one column for the rows `members`, (len(members),), from raw logits (N, V).
+    def one(self, logits: Tensor, members: list[int], columns: list[int]) -> Tensor:
+        """The tokens of the rows `members` at these columns, (len(members),), from raw logits (N, V).
 
         Processors get the whole batch in its order, since some know their rows by number. Rows that are not asked
-        about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read.
+        about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read. With
+        `needs_length` the columns are all the same.
         """
         state = self.state
         self.asked = {state.host_rows[member] for member in members}
         scores = logits.new_zeros(state.batch, logits.shape[-1])
         scores[state.rows] = self._ban_mask(logits)
-        scores = self.processors(state.tokens[:, state.hidden : column], scores)[state.rows[members]]
-        columns = torch.full((len(members),), column, device=logits.device)
-        self.record(columns, logits[members, None], scores[:, None], state.rows[members])
+        rows, ends = state.rows[members], torch.tensor(columns, device=state.device)
+        text = state.tokens[:, state.hidden : max(columns)]
+        if min(columns) < max(columns):
+            # Behind a shorter text its last token comes again, so that it holds the same tokens.
+            places = torch.arange(state.hidden, max(columns), device=state.device).minimum(ends[:, None] - 1)
+            text = text.index_copy(0, rows, state.tokens[rows].gather(1, places))
+        scores = self.processors(text, scores)[rows]
+        self.record(ends, logits[members, None], scores[:, None], rows)
         return self._draw(self._ban_mask(scores))
 
     def record(self, columns: Tensor, logits: Tensor, scores: Tensor, rows: Tensor | None = None) -> None:

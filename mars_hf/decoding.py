@@ -156,15 +156,17 @@ class MarsDecoder:
         ended = torch.zeros(count, dtype=torch.bool, device="cpu")
         alive = [row for row, waits in enumerate(self.proposer.waiting(self.state)) if not waits]
         for k in range(window):
-            for column in sorted({lengths[row] + k for row in alive}):
-                members = [row for row in alive if lengths[row] + k == column]
-                tokens[members, k] = self.chooser.one(logits[range(count), places], members, column)
+            if not alive:
+                break
+            judged = logits[range(count), places]
+            for members in self._groups(alive):
+                tokens[members, k] = self.chooser.one(judged, members, [lengths[row] + k for row in members])
                 keep = members
                 if k > 0 and threshold is not None:
                     sure = self._is_sure(logits[members, k, None], tokens[members, k, None], threshold[members])
                     keep = [row for row, is_sure in zip(members, sure[:, 0].tolist(), strict=True) if is_sure]
                 accepted[keep] += 1
-                ended[keep] = self._take(keep, tokens[:, k], column)
+                ended[keep] = self._take(keep, tokens[:, k], [lengths[row] + k for row in keep])
             alive = [row for row in alive if accepted[row] == k + 1 and not ended[row]]
             chosen = tokens[:, k].tolist()
             following = {row: self.proposer.place_behind(row, places[row], chosen[row]) for row in alive}
@@ -176,17 +178,27 @@ class MarsDecoder:
                     alive.append(row)
         return tokens, accepted.to(self.device), ended.to(self.device)
 
-    def _take(self, keep: list[int], chosen: Tensor, column: int) -> Tensor:
-        """Write accepted tokens of one column and ask the stopping criteria about them: ended, (len(keep),) bool."""
+    def _groups(self, alive: list[int]) -> list[list[int]]:
+        """The rows that may be asked about together."""
+        if not (self.other_criteria or self.chooser.needs_length):
+            return [alive]
+        lengths = self.state.host_length
+        return [[row for row in alive if lengths[row] == length] for length in sorted({lengths[row] for row in alive})]
+
+    def _take(self, keep: list[int], chosen: Tensor, columns: list[int]) -> Tensor:
+        """Write accepted tokens at these columns and ask the stopping criteria about them: ended, (len(keep),) bool.
+
+        With other criteria than a length and end tokens the columns are all the same.
+        """
         if not keep:
             return torch.zeros(0, dtype=torch.bool, device="cpu")
-        rows = self.state.rows[keep]
-        self.state.tokens[rows, column] = chosen[keep]
-        ended = torch.full((len(keep),), column + 1 >= self.state.max_length, device=self.device)
+        rows, places = self.state.rows[keep], torch.tensor(columns, device=self.device)
+        self.state.tokens[rows, places] = chosen[keep]
+        ended = places + 1 >= self.state.max_length
         if self.stop_tokens is not None:
             ended = ended | torch.isin(chosen[keep], self.stop_tokens)
         if self.other_criteria:
-            record = self.chooser.scores
+            column, record = columns[0], self.chooser.scores
             scores = None if record is None else record.entries(column + 1 - self.state.prompt)
             seen = self.state.tokens[:, self.state.hidden : column + 1]
             ended = ended | self.other_criteria(seen, scores)[rows]

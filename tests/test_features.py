@@ -15,6 +15,7 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -306,6 +307,26 @@ def test_processors_know_their_rows():
     for row in range(3):
         length = int(output.accepted_lengths[row].sum())
         assert (output.sequences[row, 9 : 9 + length : 2] == 10 + row).all()
+
+
+@pytest.mark.parametrize("mode", [{"mars_threshold": 0.3}, {"mars_lossless": True}])
+def test_rows_of_unequal_length_are_penalised_together(mode, monkeypatch):
+    """A repetition penalty asks which tokens a text holds, so a step calls it once for each place of its window."""
+    calls = []
+    stock = RepetitionPenaltyLogitsProcessor.__call__
+    monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", lambda *a: calls.append(None) or stock(*a))
+    model, prompts = tiny_model(), random_prompts([6, 9, 4, 7])
+    kwargs = {"max_new_tokens": MAX_NEW, "do_sample": False, "repetition_penalty": 1.3, "eos_token_id": None}
+    output = model.generate(**left_pad(prompts), **kwargs, **mode, return_dict_in_generate=True)
+    # A threshold asks about the first candidate that it rejects, too.
+    asked = (output.accepted_lengths.amax(0) + ("mars_threshold" in mode)).clamp(max=4)
+    assert len(calls) <= asked.sum()
+    lengths = output.accepted_lengths.cumsum(-1)
+    assert (lengths != lengths[:1]).any(), "the rows are of one length all the way"
+    assert output.tokens_per_forward.max() > 1
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(prompt[None], **kwargs, **mode)
+        assert output.sequences[row, 9:].tolist() == alone[0, len(prompt) :].tolist()
 
 
 def test_prefix_allowed_tokens():

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import cached_file, has_file
+from transformers.utils import cached_file
 
 # The paper's code trains stock architectures under these names: `a2d-qwen2`, `a2d-qwen3`, `a2d-llama`.
 AUTHORS_PREFIX = "a2d-"
@@ -26,22 +26,22 @@ PEFT_PREFIX = "base_model.model."
 def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
     """Load what `AutoModelForCausalLM.from_pretrained` loads, and the adapters that it does not load as trained.
 
-    These are adapters whose base has fewer embedding rows, and DoRA's.
+    These are adapters whose base has fewer embedding rows, and DoRA's. A `revision` and a `subfolder` are those of the
+    adapter; where `adapter_kwargs` names others for it, they are those of its base, as in transformers.
     """
     kwargs = known_kwargs(path, kwargs)
-    shapes = _adapter_shapes(path, kwargs)
-    if not shapes:
+    if kwargs.get("gguf_file") is not None:
         return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs)
-    hub = {name: kwargs.pop(name) for name in ("revision", "subfolder") if name in kwargs}
-    base = _read_json(path, "adapter_config.json", kwargs | hub)["base_model_name_or_path"]
+    origin = _adapter_origin(kwargs)
+    own = kwargs.pop("adapter_kwargs", None) or {}
+    shapes = _adapter_shapes(path, origin)
+    if shapes:
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("revision", "subfolder") or k in own}
+    base = _read_json(path, "adapter_config.json", origin)["base_model_name_or_path"] if shapes else None
     has_magnitudes = any(name.endswith(MAGNITUDE) for name in shapes)
-    config = AutoConfig.from_pretrained(
-        base, **_hub_kwargs(kwargs), trust_remote_code=kwargs.get("trust_remote_code", False)
-    )
-    rows = config.get_text_config().vocab_size
-    grown = any(_is_whole(name, shape) and shape[0] > rows for name, shape in shapes.items())
-    if not grown and not has_magnitudes:
-        return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs, **hub)
+    if base is None or not (has_magnitudes or _has_more_rows(shapes, base, kwargs)):
+        # Without these transformers would look for an adapter in the root only, and in the default cache.
+        return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs, adapter_kwargs=origin)
     loaded = AutoModelForCausalLM.from_pretrained(base, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     # transformers would load the adapter into a base without the rows that training added.
@@ -50,7 +50,6 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
     saved_rows = [shape[0] for name, shape in shapes.items() if name.startswith(place) and _is_whole(name, shape)]
     if max(saved_rows, default=0) > embedding.weight.shape[0]:
         model.resize_token_embeddings(max(saved_rows), mean_resizing=False)
-    origin: dict[str, Any] = _hub_kwargs(kwargs) | hub
     model.load_adapter(str(path), adapter_kwargs=origin)
     if has_magnitudes:
         from peft import set_peft_model_state_dict
@@ -60,16 +59,30 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
     return loaded
 
 
+def _has_more_rows(shapes: dict[str, list[int]], base: str, kwargs: dict[str, Any]) -> bool:
+    """Whether an adapter holds a whole layer with more rows than its base has tokens."""
+    config = AutoConfig.from_pretrained(
+        base, **_hub_kwargs(kwargs), trust_remote_code=kwargs.get("trust_remote_code", False)
+    )
+    rows = config.get_text_config().vocab_size
+    return any(_is_whole(name, shape) and shape[0] > rows for name, shape in shapes.items())
+
+
 def _is_whole(name: str, shape: list[int]) -> bool:
     """Whether a tensor of an adapter is the weight of a layer, and not what PEFT adds to one."""
     return name.endswith(".weight") and len(shape) == 2 and ".lora_" not in name
 
 
-def _adapter_shapes(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, list[int]]:
+def _adapter_origin(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Where in its repository an adapter is looked for: as all files are, unless `adapter_kwargs` says otherwise."""
+    return _hub_kwargs(kwargs) | (kwargs.get("adapter_kwargs") or {})
+
+
+def _adapter_shapes(path: str | os.PathLike[str], origin: dict[str, Any]) -> dict[str, list[int]]:
     """The shapes of an adapter's tensors by name; empty for all else."""
-    if kwargs.get("gguf_file") is not None or not _has_file(path, "adapter_config.json", kwargs):
+    if not _has_file(path, "adapter_config.json", origin):
         return {}
-    with safe_open(_adapter_file(path, kwargs), "pt") as weights:
+    with safe_open(_adapter_file(path, origin), "pt") as weights:
         return {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
 
 
@@ -98,7 +111,8 @@ def known_kwargs(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[s
         return kwargs
     kwargs["use_safetensors"] = True
     # transformers takes that for the base model only, and falls back to an adapter's pickle.
-    if _has_file(path, "adapter_config.json", kwargs) and not _has_file(path, "adapter_model.safetensors", kwargs):
+    origin = _adapter_origin(kwargs)
+    if _has_file(path, "adapter_config.json", origin) and not _has_file(path, "adapter_model.safetensors", origin):
         raise ValueError(
             f"The adapter {path} has no `adapter_model.safetensors`, and loading a pickle can run code. Save it again "
             "with `safe_serialization=True` where you trust it."
@@ -135,10 +149,12 @@ def recorded_entries(model: Any, path: str | os.PathLike[str], kwargs: dict[str,
     They are recorded beside an adapter, whose model takes the generation config of its base, or in `config.json`.
     """
     is_known = getattr(model.generation_config, "mars_mask_token_id", None) is not None
-    if is_known and not _has_file(path, "adapter_config.json", kwargs):
+    is_adapter = _has_file(path, "adapter_config.json", _adapter_origin(kwargs))
+    if is_known and not is_adapter:
         return {}
+    origin = _adapter_origin(kwargs) if is_adapter else _hub_kwargs(kwargs)
     try:
-        beside = GenerationConfig.from_pretrained(path, **_hub_kwargs(kwargs)).to_dict()
+        beside = GenerationConfig.from_pretrained(path, **origin).to_dict()
     except OSError:
         beside = {}
     found = {name: value for name, value in beside.items() if name.startswith("mars_")}
@@ -148,10 +164,13 @@ def recorded_entries(model: Any, path: str | os.PathLike[str], kwargs: dict[str,
     return found
 
 
-def _has_file(path: str | os.PathLike[str], name: str, kwargs: dict[str, Any]) -> bool:
-    known = {k: kwargs[k] for k in ("cache_dir", "local_files_only", "proxies", "revision", "token") if k in kwargs}
+def _has_file(path: str | os.PathLike[str], name: str, origin: dict[str, Any]) -> bool:
+    found = {k: v for k, v in _hub_kwargs(origin).items() if k != "force_download"}
+    quiet = ("gated_repo", "missing_entries", "connection_errors")
     try:
-        return has_file(path, name, **known)
+        return (
+            cached_file(path, name, **found, **{f"_raise_exceptions_for_{part}": False for part in quiet}) is not None
+        )
     except OSError:  # no such repository, or no way to it, which loading says better
         return False
 

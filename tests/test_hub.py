@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -385,6 +387,70 @@ def test_adapter(adapter: Saved, tmp_path: Path):
     assert card.data.library_name == "peft"
     assert {"mars", "trl", "sft"} <= set(card.data.tags)
     assert str(tmp_path.parent.parent) not in card.content
+
+
+def put_into_cache(cache: Path, repo: str, revision: str, folder: Path) -> None:
+    """What a download of a repository at a branch leaves in a cache."""
+    at = cache / f"models--{repo.replace('/', '--')}"
+    commit = hashlib.sha1(f"{repo} {revision}".encode()).hexdigest()
+    shutil.copytree(folder, at / "snapshots" / commit)
+    (at / "refs").mkdir(exist_ok=True)
+    (at / "refs" / revision).write_text(commit)
+
+
+def test_revision_of_an_adapter_is_not_that_of_its_base(adapter: Saved, tmp_path: Path):
+    base, folder = adapter.folder.parent / "base", tmp_path / "adapter"
+    shutil.copytree(adapter.folder, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "owner/base"}))
+    put_into_cache(tmp_path, "owner/base", "main", base)
+    put_into_cache(tmp_path, "owner/adapter", "trained", folder)
+    offline = {"cache_dir": tmp_path, "local_files_only": True}
+    ids = torch.tensor([[70, 71, 72]])
+    expected = adapter.trainer.model.eval()(ids).logits
+    for options in ({"revision": "trained"}, {"adapter_kwargs": {"revision": "trained"}}):
+        model = AutoMarsModelForCausalLM.from_pretrained("owner/adapter", **options, **offline)
+        torch.testing.assert_close(model(ids).logits[..., :261], expected[..., :261], rtol=1e-5, atol=1e-5)
+        assert model.generation_config.mars_mask_token_id == 261
+    # Where the adapter has a revision of its own, the other one is the base's.
+    put_into_cache(tmp_path, "owner/base", "first", base)
+    shutil.rmtree(tmp_path / "models--owner--base" / "snapshots")
+    put_into_cache(tmp_path, "owner/base", "second", base)
+    options = {"revision": "second", "adapter_kwargs": {"revision": "trained"}}
+    model = AutoMarsModelForCausalLM.from_pretrained("owner/adapter", **options, **offline)
+    assert torch.equal(model(ids).logits[..., :261], expected[..., :261])
+
+
+@pytest.mark.parametrize("by", ["adapter_kwargs", "subfolder"])
+@pytest.mark.parametrize("kind", ["dora", "beside the embedding"])
+def test_adapter_in_a_subfolder(kind: str, by: str, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 261})).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **ADAPTERS[kind]})
+    folder = tmp_path / "out" / "checkpoint-1"
+    options = {"peft_config": config, "learning_rate": 0.1}
+    trainer = train(lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "base"), folder, **options)
+    ids = torch.tensor([[70, 71, 261, 261, 72]])
+    expected = trainer.model.eval()(ids).logits[..., :261]
+    where = {"subfolder": "checkpoint-1"} if by == "subfolder" else {"adapter_kwargs": {"subfolder": "checkpoint-1"}}
+    model = AutoMarsModelForCausalLM.from_pretrained(tmp_path / "out", **where)
+    torch.testing.assert_close(model(ids).logits[..., :261], expected, rtol=1e-5, atol=1e-5)
+    assert (model.generation_config.mars_mask_token_id, model.generation_config.mars_block_size) == (261, 3)
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "trace")))
+    with pytest.raises(ValueError, match="pickle"):
+        AutoMarsModelForCausalLM.from_pretrained(tmp_path / "out", **where)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_an_adapter_beside_the_subfolder_is_left_alone(adapter: Saved, tmp_path: Path):
+    model = MODELS["qwen2"]()
+    model.save_pretrained(tmp_path / "whole")
+    (tmp_path / "adapter_config.json").write_bytes((adapter.folder / "adapter_config.json").read_bytes())
+    (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "trace")))
+    loaded = AutoMarsModelForCausalLM.from_pretrained(tmp_path, subfolder="whole")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert not (tmp_path / "trace").exists()
 
 
 @pytest.fixture

@@ -3,20 +3,32 @@ with an error and does not reach the engine."""
 
 from __future__ import annotations
 
+import logging
 from functools import wraps
 from typing import Any
 
 from .settings import check_request, is_mars
 
+logger = logging.getLogger(__name__)
+# What our check carries, and `functools.wraps` hands on to checks that others put around it.
+MARK = "checks_mars"
+
 
 def register() -> None:
-    """Check the `mars_*` entries of requests to engines that run this plug-in; vLLM calls it in all its processes."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-    from vllm.v1.engine.input_processor import InputProcessor
+    """Check the `mars_*` entries of requests to engines that run this plug-in; vLLM calls it in all its processes.
 
-    validate = InputProcessor._validate_params
-    if hasattr(validate, "__wrapped__"):
+    A vLLM that is built otherwise is left as it is: this is called for engines that have nothing to do with MARS too.
+    """
+    try:
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        validate = InputProcessor._validate_params
+    except (ImportError, AttributeError) as error:
+        logger.warning("mars_hf was written for vLLM 0.32 and does not check the requests of this one: %s", error)
+        return
+    if hasattr(validate, MARK):
         return
 
     @wraps(validate)
@@ -30,4 +42,5 @@ def register() -> None:
                 raise VLLMValidationError(str(error)) from error
         return result
 
+    setattr(validate_with_mars, MARK, True)
     InputProcessor._validate_params = validate_with_mars

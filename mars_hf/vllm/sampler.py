@@ -9,6 +9,7 @@ Shapes: R rows of all requests, one behind the other; V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -51,6 +52,13 @@ class StepRows:
         counts = [length + 1 for length in lengths]
         return cls(drafts, counts, [0, *accumulate(counts)][:-1])
 
+    def with_masks_filled(self, chosen: list[int], mask_token_id: int) -> list[list[int]]:
+        """The drafts with each [MASK] replaced by the token that was chosen (R,) for its place."""
+        return [
+            [chosen[start + k] if draft == mask_token_id else draft for k, draft in enumerate(drafts)]
+            for drafts, start in zip(self.drafts, self.starts, strict=True)
+        ]
+
 
 class MarsSampler:
     """Samples the tokens of a step in place of vLLM's samplers, and plans the next one.
@@ -72,9 +80,12 @@ class MarsSampler:
         rows = StepRows.of(metadata, batch.num_reqs)
         sampling = batch.sampling_metadata
         raw = logits.float()
-        scores = self._scores(raw, rows, sampling)
-        best = scores.argmax(-1)
-        chosen = self._force(self._draw(scores, best, rows, sampling), scores, rows)
+        noise = self._noise(raw, rows, sampling)
+        scores, best, chosen = self._choose(raw, rows.drafts, noise, rows, sampling)
+        for _ in range(self._corrections(rows, sampling)):
+            # Each time one more candidate of a window has been chosen behind the tokens that it will stand behind.
+            prefixes = rows.with_masks_filled(chosen.tolist(), self.settings.mask_token_id)
+            scores, best, chosen = self._choose(raw, prefixes, noise, rows, sampling)
         thresholds, is_lossless = self._thresholds(rows, raw.device)
         # A guess that is to be confirmed is the likeliest token; a token that is to stand is drawn like any other.
         proposed = torch.where(is_lossless, best, chosen)
@@ -94,6 +105,12 @@ class MarsSampler:
         ]
         return [plan.drafts[: plan.fed] + [self.settings.mask_token_id] * plan.masks for plan in plans]
 
+    def drop_drafts(self, requests: Iterable[str]) -> None:
+        """Forget what was to come next of requests whose prompt is new; a session's next turn has the same id."""
+        for request in requests:
+            if request in self.plans:
+                self.plans[request].drafts = []
+
     def forget(self, finished: set[str]) -> None:
         """Let go of requests that have ended, and count them."""
         for request in finished:
@@ -104,15 +121,34 @@ class MarsSampler:
     def _requests(self) -> list[str]:
         return self.runner.input_batch.req_ids
 
-    def _scores(self, raw: Tensor, rows: StepRows, sampling: Any) -> Tensor:
+    def _threshold_by_request(self) -> list[float | None]:
+        return [threshold_of(self.runner.requests[request].sampling_params) for request in self._requests()]
+
+    def _choose(
+        self, raw: Tensor, prefixes: list[list[int]], noise: Tensor | None, rows: StepRows, sampling: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(R, V) scores behind the drafts in `prefixes`, and of every row (R,) the best token and the chosen one."""
+        scores = self._scores(raw, prefixes, sampling)
+        best = scores.argmax(-1)
+        drawn = best if noise is None else self._draw(scores, best, noise, rows, sampling)
+        return scores, best, self._force(drawn, scores, rows)
+
+    def _corrections(self, rows: StepRows, sampling: Any) -> int:
+        """How often to choose again, so that penalties see the tokens that a window's candidates stand behind."""
+        sees_prefix = not sampling.no_penalties or sampling.bad_words_token_ids
+        if not sees_prefix or all(threshold is None for threshold in self._threshold_by_request()):
+            return 0
+        return max(drafts.count(self.settings.mask_token_id) for drafts in rows.drafts)
+
+    def _scores(self, raw: Tensor, prefixes: list[list[int]], sampling: Any) -> Tensor:
         """(R, V) logits with all that the requests ask for applied, and [MASK] banned.
 
         vLLM judges the last row of a request apart, by its plain sampler. Here that one is a [MASK]'s like those
         before it, so all rows go the way of draft tokens, as if one more draft had been fed.
         """
-        counts = torch.tensor(rows.counts)
-        as_drafts = SpecDecodeMetadata.make_dummy([[*drafts, 0] for drafts in rows.drafts], raw.device)
-        fed = replace(sampling, spec_token_ids=[[*drafts, 0] for drafts in rows.drafts])
+        counts = torch.tensor([len(drafts) + 1 for drafts in prefixes])
+        as_drafts = SpecDecodeMetadata.make_dummy([[*drafts, 0] for drafts in prefixes], raw.device)
+        fed = replace(sampling, spec_token_ids=[[*drafts, 0] for drafts in prefixes])
         scores = self.processors.apply_logits_processors(raw.clone(), fed, as_drafts)
         scores[:, self.settings.mask_token_id] = float("-inf")
         if sampling.all_greedy:
@@ -126,18 +162,30 @@ class MarsSampler:
         scores.div_(torch.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None])
         return apply_top_k_top_p(scores, by_row(sampling.top_k), by_row(sampling.top_p))
 
-    def _draw(self, scores: Tensor, best: Tensor, rows: StepRows, sampling: Any) -> Tensor:
+    def _noise(self, raw: Tensor, rows: StepRows, sampling: Any) -> Tensor | None:
+        """(R, V) exponential noise, None where all requests are greedy.
+
+        What a request's own generator gives must depend on its text alone. So it gives nothing to the chunk of a
+        prompt that is not the last, and nothing behind vLLM's fill-in for drafts that a request does not have, with
+        which it makes a prompt found in the cache as long as a step with drafts.
+        """
+        if sampling.all_greedy:
+            return None
+        noise = torch.empty_like(raw).exponential_()
+        reads_prompt = self.runner.discard_request_mask.np
+        for index, generator in sampling.generators.items():
+            if not reads_prompt[index]:
+                start, drafts = rows.starts[index], rows.drafts[index]
+                count = drafts.index(NO_TOKEN) + 1 if NO_TOKEN in drafts else rows.counts[index]
+                noise[start : start + count].exponential_(generator=generator)
+        return noise
+
+    def _draw(self, scores: Tensor, best: Tensor, noise: Tensor, rows: StepRows, sampling: Any) -> Tensor:
         """(R,) a token for every row: the best one, or one drawn where the temperature is not 0.
 
         Every row is drawn on its own, and a draft stands if the token drawn at its place equals it. For a draft that
         was not drawn itself this is rejection sampling: it stands with its probability, and others have the rest.
         """
-        if sampling.all_greedy:
-            return best
-        noise = torch.empty_like(scores).exponential_()
-        for index, generator in sampling.generators.items():
-            start = rows.starts[index]
-            noise[start : start + rows.counts[index]].exponential_(generator=generator)
         drawn = scores.softmax(-1).div_(noise).argmax(-1)
         counts = torch.tensor(rows.counts, device=scores.device)
         return torch.where((sampling.temperature < GREEDY_BELOW).repeat_interleave(counts), best, drawn)
@@ -156,8 +204,7 @@ class MarsSampler:
 
     def _thresholds(self, rows: StepRows, device: torch.device) -> tuple[Tensor, Tensor]:
         """(R,) float32 thresholds, 1 where there is none, and (R,) bool, whether there is none."""
-        states = self.runner.requests
-        thresholds = [threshold_of(states[request].sampling_params) for request in self._requests()]
+        thresholds = self._threshold_by_request()
         counts = torch.tensor(rows.counts, device=device)
         values = torch.tensor([1.0 if value is None else value for value in thresholds], device=device)
         lossless = torch.tensor([value is None for value in thresholds], device=device)

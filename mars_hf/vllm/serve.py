@@ -35,18 +35,30 @@ def vllm_arguments(argv: Sequence[str]) -> list[str]:
     taken = [flag for flag in flags if flag.split("=")[0] in RESERVED]
     if taken:
         raise ValueError(f"{', '.join(taken)}: set by mars_hf.vllm.serve itself; leave it out.")
-    block_size = trained_block_size(own.model) if own.mars_block_size is None else own.mars_block_size
+    block_size = trained_block_size(own.model, flags) if own.mars_block_size is None else own.mars_block_size
     if block_size < 2:
         raise ValueError(f"`--mars-block-size` must be at least 2, got {block_size}.")
     speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 2 * (block_size - 1)}
     return ["--model", own.model, "--worker-cls", WORKER, "--speculative-config", json.dumps(speculative), *flags]
 
 
-def trained_block_size(model: str) -> int:
-    """What the checkpoint's generation config records, else 4."""
+def trained_block_size(model: str, flags: Sequence[str] = ()) -> int:
+    """What the generation config records that vLLM reads too, given its flags; 4 where there is none."""
     from transformers import GenerationConfig
 
-    return getattr(GenerationConfig.from_pretrained(model), "mars_block_size", 4)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("revision", "hf-config-path", "generation-config"):
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", default=None)
+    parser.add_argument("--hf-token", "--hf_token", nargs="?", const=True)
+    known, _ = parser.parse_known_args(list(flags))
+    source, revision = known.hf_config_path or model, known.revision
+    if known.generation_config not in (None, "auto", "vllm"):
+        source, revision = known.generation_config, None
+    try:
+        config = GenerationConfig.from_pretrained(source, revision=revision, token=known.hf_token)
+    except OSError:  # config.json alone can say which token is [MASK]; vLLM says what else may be wrong
+        return 4
+    return getattr(config, "mars_block_size", None) or 4
 
 
 def main() -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 PROPOSER = "mars_hf.vllm.proposer.MarsProposer"
 WORKER = "mars_hf.vllm.worker.MarsWorker"
-# Sampling parameters of a request that choose a token by what stands before it. Behind a [MASK] that is not known yet.
-PREFIX_DEPENDENT = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "bad_words": None,
-}
+# What the worker replaces in vLLM's model runner. Of a name that vLLM no longer calls nobody would notice.
+REPLACED = ("_sample", "_bookkeeping_sync", "_input_fits_in_drafter")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,37 +76,64 @@ def check_engine(config: Any) -> None:
         raise ValueError("MARS works in vLLM's V1 model runner only; set VLLM_USE_V2_MODEL_RUNNER=0.")
 
 
+def check_runner(runner: Any) -> None:
+    """Refuse a model runner that is not the one that the worker was written for.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    missing = [name for name in REPLACED if not hasattr(runner, name)]
+    if missing:
+        raise ValueError(
+            f"The model runner of this vLLM has no {', '.join(missing)}, which MARS replaces. Install vLLM 0.32."
+        )
+
+
 def threshold_of(params: Any) -> float | None:
-    """The threshold of a request's `SamplingParams`; None for lossless decoding."""
+    """The threshold of a request's `SamplingParams`; None for lossless decoding.
+
+    A request with an invalid one, which some front end has let pass, is decoded losslessly: in the worker an error
+    would end all requests.
+    """
     threshold = (params.extra_args or {}).get("mars_threshold")
-    return None if threshold is None else float(threshold)
+    if threshold is None:
+        return None
+    if not _is_threshold(threshold):
+        _warn_of_threshold()
+        return None
+    return float(threshold)
+
+
+def _is_threshold(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+
+
+@cache
+def _warn_of_threshold() -> None:
+    """Once in a process."""
+    logger.warning(
+        "A request's `mars_threshold` is not a number in (0, 1] and was not checked where it came in: this front end "
+        "does not run the plug-in `mars`. Such requests are decoded losslessly."
+    )
 
 
 def check_request(params: Any) -> None:
-    """Check the `mars_*` entries of a request's `SamplingParams.extra_args`, and what does not go together with them.
+    """Check the `mars_*` entries of a request's `SamplingParams.extra_args`, and what does not work with MARS at all.
 
     Raises:
-        ValueError: for an unknown entry, a threshold outside (0, 1], or one with parameters that look at the prefix.
+        ValueError: for an unknown entry, a threshold outside (0, 1], or a parameter that is not available.
     """
     extra: Mapping[str, Any] = params.extra_args or {}
-    unknown = [name for name in extra if name.startswith("mars_") and name != "mars_threshold"]
+    unknown = [name for name in extra if name.startswith("mars") and name != "mars_threshold"]
     if unknown:
         raise ValueError(
             f"Unknown {', '.join(unknown)}: a request may set `mars_threshold`, or nothing for lossless decoding."
         )
     for name in ("thinking_token_budget", "logprob_token_ids"):
-        if getattr(params, name, None):
+        if getattr(params, name, None) is not None:
             raise ValueError(f"`{name}` is not available with MARS; leave it out.")
     threshold = extra.get("mars_threshold")
-    if threshold is None:
-        return
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
+    if threshold is not None and not _is_threshold(threshold):
         raise ValueError(
             f"`mars_threshold` must be a number in (0, 1]; 1.0 is plain autoregressive decoding. Got {threshold!r}."
-        )
-    set_ones = [name for name, default in PREFIX_DEPENDENT.items() if (getattr(params, name) or default) != default]
-    if set_ones and threshold < 1:
-        raise ValueError(
-            f"`mars_threshold` accepts tokens whose prefix holds [MASK]s, and {', '.join(set_ones)} must see the true "
-            "one. Leave out `mars_threshold`: lossless decoding goes together with it."
         )

@@ -9,9 +9,11 @@ import torch
 
 @torch.no_grad()
 def decode(
-    model: Any, prompt: list[int], tau: float, stop: int, mask: int, window: int, limit: int
+    model: Any, prompt: list[int], tau: float, stop: int, mask: int, window: int, limit: int, penalty: float = 1.0
 ) -> tuple[list[int], int]:
     """The new tokens of one prompt, and the forwards it took; `tau` of 1 is autoregressive decoding.
+
+    A repetition penalty changes which token is chosen, not how sure the model is of it.
 
     The prompt's forward gives one token alone, as in vLLM, whose scheduler feeds no drafts behind a prompt.
     """
@@ -21,7 +23,10 @@ def decode(
         logits = model(torch.tensor([text + [mask] * masks])).logits[0, len(text) - 1 :].float()
         forwards += 1
         for k in range(masks + 1):
-            token = int(logits[k].index_fill(0, torch.tensor(mask), -torch.inf).argmax())
+            seen = torch.tensor(sorted(set(text)))
+            scores = logits[k].index_fill(0, torch.tensor(mask), -torch.inf)
+            scores[seen] = torch.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+            token = int(scores.argmax())
             if k > 0 and logits[k].softmax(-1)[token] < torch.tensor(tau):
                 break
             text.append(token)

@@ -133,6 +133,27 @@ def test_lossless_decoding_goes_together_with_penalties(engine, params):
     assert autoregressive != wanted("1.0")
 
 
+@pytest.mark.parametrize("setting", THRESHOLDS)
+def test_penalties_go_together_with_a_threshold(engine, setting):
+    stop, mask = reference()["stop"], reference()["mask"]
+    texts = tokens(generate(engine, prompts()[:8], setting, repetition_penalty=1.1))
+    for prompt, text in zip(prompts(), texts, strict=False):
+        model = stock_model()
+        assert text == decode(model, prompt, float(setting), stop, mask, BLOCK_SIZE, NEW_TOKENS, penalty=1.1)[0]
+    assert texts != wanted(setting)[:8]
+
+
+def test_a_seed_gives_the_same_text_when_the_prompt_is_in_the_cache(engine):
+    # All but one token of it are in whole blocks of the cache.
+    prompt = (prompts()[-1] * 2)[:129]
+    first, again = (
+        [tokens(generate(engine, [prompt], "lossless", temperature=1.5, seed=seed))[0] for seed in range(4)]
+        for _ in range(2)
+    )
+    assert first == again
+    assert len(set(map(tuple, first))) > 2
+
+
 @pytest.mark.parametrize("setting", ["lossless", "0.5", "0.95"])
 def test_second_turn_meets_the_prefix_cache(engine, setting):
     texts = tokens(generate(engine, prompts()[:6], setting))
@@ -214,7 +235,7 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_batch(engine, setting):
         ({}, {"mars_threshold": 0.0}, "must be a number in"),
         ({}, {"mars_threshold": 1.5}, "must be a number in"),
         ({}, {"mars_treshold": 0.9}, "Unknown mars_treshold"),
-        ({"repetition_penalty": 1.2}, {"mars_threshold": 0.9}, "repetition_penalty must see the true one"),
+        ({"thinking_token_budget": 0}, {}, "thinking_token_budget"),
     ],
 )
 def test_what_cannot_work_is_refused(engine, params, extra_args, message):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from mars_hf.vllm import plugin, settings
 from mars_hf.vllm.plan import Plan, cut_after_stop, useful_drafts
-from mars_hf.vllm.serve import vllm_arguments
-from mars_hf.vllm.settings import PROPOSER, WORKER, MarsSettings, check_request
+from mars_hf.vllm.serve import trained_block_size, vllm_arguments
+from mars_hf.vllm.settings import PROPOSER, WORKER, MarsSettings, check_request, threshold_of
 
 
 def test_certain_drafts_stand_at_their_places():
@@ -56,15 +59,14 @@ def test_useful_drafts_have_the_largest_yield(value):
 
 
 def request(extra=None, **params):
-    defaults = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "bad_words": None}
-    return SimpleNamespace(extra_args=extra, **{**defaults, **params})
+    return SimpleNamespace(extra_args=extra, **params)
 
 
 def test_requests_that_work_pass():
     for extra in (None, {}, {"mars_threshold": 0.9}, {"mars_threshold": 1}, {"other": "x"}):
         check_request(request(extra))
-    check_request(request(None, repetition_penalty=1.2))
-    check_request(request({"mars_threshold": 1.0}, repetition_penalty=1.2))
+    for threshold in (None, 0.9, 1.0):
+        check_request(request({"mars_threshold": threshold}, repetition_penalty=1.2, bad_words=["x"]))
 
 
 @pytest.mark.parametrize(
@@ -75,14 +77,91 @@ def test_requests_that_work_pass():
         request({"mars_threshold": "0.9"}),
         request({"mars_threshold": float("nan")}),
         request({"mars_thresholds": 0.9}),
-        request({"mars_threshold": 0.9}, bad_words=["x"]),
-        request({"mars_threshold": 0.9}, presence_penalty=-0.5),
+        request({"mars-threshold": 0.9}),
         request(None, thinking_token_budget=5),
+        request(None, thinking_token_budget=0),
     ],
 )
 def test_requests_that_do_not_work_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"mars_|thinking_token_budget"):
+    with pytest.raises(ValueError, match=r"mars|thinking_token_budget"):
         check_request(wrong)
+
+
+def test_a_wrong_threshold_that_nobody_checked_hurts_nobody(caplog):
+    settings._warn_of_threshold.cache_clear()
+    for wrong in ("high", "0.9", 0, 1.5, -1, float("nan"), True, [0.9]):
+        assert threshold_of(request({"mars_threshold": wrong})) is None
+    assert len(caplog.records) == 1
+    assert [threshold_of(request(extra)) for extra in (None, {}, {"mars_threshold": 1})] == [None, None, 1.0]
+
+
+@pytest.fixture
+def front_end(monkeypatch):
+    """As much of vLLM as `register` takes; its `InputProcessor`."""
+
+    class InputProcessor:
+        vllm_config = engine()
+
+        def _validate_params(self, params):
+            return "validated"
+
+    parts = {
+        "vllm": {"SamplingParams": SimpleNamespace},
+        "vllm.exceptions": {"VLLMValidationError": type("VLLMValidationError", (ValueError,), {})},
+        "vllm.v1": {},
+        "vllm.v1.engine": {},
+        "vllm.v1.engine.input_processor": {"InputProcessor": InputProcessor},
+    }
+    for name, values in parts.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    return InputProcessor
+
+
+def test_requests_are_checked_once_whoever_else_checks_them(front_end, monkeypatch):
+    def wrap():
+        validate, calls = front_end._validate_params, []
+
+        @functools.wraps(validate)
+        def theirs(self, params):
+            calls.append(params)
+            return validate(self, params)
+
+        front_end._validate_params = theirs
+        return calls
+
+    checked = []
+    monkeypatch.setattr(plugin, "check_request", lambda params: checked.append(params) or check_request(params))
+    inner = wrap()
+    plugin.register()
+    outer = wrap()
+    plugin.register()
+    assert front_end()._validate_params(request({"mars_threshold": 0.9})) == "validated"
+    assert len(checked) == len(inner) == len(outer) == 1
+    with pytest.raises(ValueError, match="Unknown") as raised:
+        front_end()._validate_params(request({"mars_treshold": 0.9}))
+    assert type(raised.value).__name__ == "VLLMValidationError"
+
+
+def test_another_vllm_starts_with_the_plug_in_installed(front_end, monkeypatch, caplog):
+    validate = front_end._validate_params
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "vllm.exceptions", None)
+        plugin.register()
+    assert front_end._validate_params is validate
+    del front_end._validate_params
+    plugin.register()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "vLLM 0.32" in caplog.text
+
+
+def test_a_runner_without_what_is_replaced_is_refused():
+    runner = SimpleNamespace(**dict.fromkeys(settings.REPLACED))
+    settings.check_runner(runner)
+    del runner._sample
+    with pytest.raises(ValueError, match="no _sample, which"):
+        settings.check_runner(runner)
 
 
 def engine(**changes):
@@ -126,3 +205,20 @@ def test_command_line():
     for wrong in (["m", "--mars-block-size", "1"], ["m", "--mars-block-size", "4", "--worker-cls=x"]):
         with pytest.raises(ValueError, match=r"at least 2|set by"):
             vllm_arguments(wrong)
+
+
+def test_block_size_is_read_where_vllm_reads_the_mask_token(tmp_path, monkeypatch):
+    for name, entries in {"model": {"mars_block_size": 5}, "other": {"mars_block_size": 7}, "null": {}}.items():
+        (tmp_path / name).mkdir()
+        text = json.dumps({"mars_block_size": None, **entries})
+        (tmp_path / name / "generation_config.json").write_text(text)
+    (tmp_path / "bare").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert trained_block_size("model", ["--port", "80", "--generation-config", "vllm"]) == 5
+    assert trained_block_size("model", ["--hf-config-path=other"]) == 7
+    assert trained_block_size("model", ["--generation_config", "other", "--hf-token"]) == 7
+    assert trained_block_size("null") == trained_block_size("bare") == trained_block_size("no/such_model") == 4
+    seen = []
+    monkeypatch.setattr("transformers.GenerationConfig.from_pretrained", lambda *args, **kw: seen.append((args, kw)))
+    vllm_arguments(["owner/name", "--port", "80", "--revision", "v2", "--hf-token", "secret"])
+    assert seen == [(("owner/name",), {"revision": "v2", "token": "secret"})]

@@ -48,6 +48,13 @@ def test_tokens_survive_chunks_and_preemption(engine, setting):
     assert texts == [want[: LONGEST - len(prompt)] for prompt, want in zip(prompts(), wanted(setting), strict=True)]
 
 
+def test_seeded_prompts_may_be_read_in_chunks(engine):
+    longest = max(prompts(), key=len)
+    alone = tokens(generate(engine, [longest], "lossless", temperature=1.5, seed=3))[0]
+    both = generate(engine, [prompts()[0], longest, longest], "lossless", temperature=1.5, seed=3)
+    assert tokens(both)[1:] == [alone, alone]
+
+
 @pytest.mark.parametrize("setting", ["lossless", "0.5"])
 def test_texts_reach_the_longest_length(engine, setting):
     prompt = (prompts()[-3] * 3)[: LONGEST - 21]

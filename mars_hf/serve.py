@@ -18,16 +18,22 @@ try:
     import typer
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse
+    from transformers import GenerationConfig
     from transformers.cli.serve import Serve
-    from transformers.cli.serving import model_manager, server
-    from transformers.cli.serving.utils import BaseHandler, split_revision
+    from transformers.cli.serving import model_manager, server, utils
+    from transformers.cli.serving.utils import BaseHandler, GenerateManager, split_revision
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"`mars_hf.serve` needs `{error.name}`. Install the library with its extra: `pip install -e '.[serve]'`."
     ) from error
 
+from .generation import takes_stock_path
+from .generation_refusals import refuse_positions
 from .modeling import AutoMarsModelForCausalLM
-from .options import DEFAULTS
+from .options import check_threshold
+
+# Fields in which a request says how long its answer may be.
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "generation_config")
 
 
 class MarsModelManager(model_manager.ModelManager):
@@ -72,13 +78,44 @@ class MarsModelManager(model_manager.ModelManager):
         return model
 
 
-def check_request(body: dict[str, Any]) -> None:
-    """Refuse what a generation config would take in silence: entries that look like arguments of MARS and are none.
+class MarsGenerateManager(GenerateManager):
+    """A `GenerateManager` that refuses before the answer begins: a stream has sent its status by then."""
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any) -> Any:
+        prepare_request(model, inputs, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, **kwargs)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any
+    ) -> Any:
+        prepare_request(model, inputs, gen_config)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, **kwargs)
+
+
+def prepare_request(model: Any, inputs: Any, config: GenerationConfig) -> None:
+    """Check what a request asks of `generate`, and fit the server's own limit of its length to the model's positions.
+
+    Raises:
+        ValueError: what `generate` would raise for these settings.
+    """
+    settings, _ = model._prepare_generation_config(config)
+    model._validate_generation_mode(settings.get_generation_mode(), settings, {})
+    if takes_stock_path(settings._mars_options, None) or config.max_new_tokens is None:
+        return
+    language, prompt = model.config.get_text_config(), inputs["input_ids"].shape[-1]
+    limit = getattr(language, "max_position_embeddings", None)
+    if getattr(config, "_is_length_open", False) and limit is not None:
+        config.max_new_tokens = max(1, min(config.max_new_tokens, limit - prompt))
+    refuse_positions(language, [prompt], config.max_new_tokens)
+
+
+def check_body(body: dict[str, Any]) -> None:
+    """Refuse a `generation_config` that is no JSON object in a string.
 
     Raises:
         HTTPException: status 422.
     """
-    if not body.get("generation_config"):
+    if body.get("generation_config") is None:
         return
     try:
         entries = json.loads(body["generation_config"])
@@ -86,16 +123,14 @@ def check_request(body: dict[str, Any]) -> None:
         raise HTTPException(422, f"`generation_config` must be a JSON object in a string: {error}") from error
     if not isinstance(entries, dict):
         raise HTTPException(422, "`generation_config` must be a JSON object in a string.")
-    if unknown := sorted(name for name in entries if name.startswith("mars") and name not in DEFAULTS):
-        raise HTTPException(
-            422, f"Unknown in `generation_config`: {', '.join(unknown)}. Known: {', '.join(DEFAULTS)}."
-        )
 
 
-def _with_checked_requests(build: Callable[..., Any]) -> Callable[..., Any]:
+def _with_checked_bodies(build: Callable[..., Any]) -> Callable[..., Any]:
     def build_generation_config(self: BaseHandler, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        check_request(body)
-        return build(self, body, *args, **kwargs)
+        check_body(body)
+        config = build(self, body, *args, **kwargs)
+        config._is_length_open = all(body.get(name) is None for name in LENGTHS)
+        return config
 
     return build_generation_config
 
@@ -116,12 +151,19 @@ def _with_answered_errors(build: Callable[..., FastAPI]) -> Callable[..., FastAP
 
 
 def serve(mars_threshold: float | None = None, **options: Any) -> None:
-    """Serve until the process ends; `options` are those of `transformers.cli.serve.Serve`."""
+    """Serve until the process ends; `options` are those of `transformers.cli.serve.Serve`.
+
+    Raises:
+        ValueError: for a threshold outside (0, 1], and for continuous batching.
+    """
+    if mars_threshold is not None:
+        check_threshold(mars_threshold, "probability")
     MarsModelManager.mars_threshold = mars_threshold
     # `Serve` makes its parts itself, from these names.
     model_manager.ModelManager = MarsModelManager
+    utils.GenerateManager = MarsGenerateManager
     server.build_server = _with_answered_errors(server.build_server)
-    BaseHandler._build_generation_config = _with_checked_requests(BaseHandler._build_generation_config)
+    BaseHandler._build_generation_config = _with_checked_bodies(BaseHandler._build_generation_config)
     Serve(**options)
 
 

@@ -74,7 +74,7 @@ TABLE = {
     "pretrained": set(),
     "modeling": {"checks", "class_swap", "generation", "hub", "pretrained"},
     "lm_eval": {"modeling", "pretrained"},
-    "serve": {"modeling", "options"},
+    "serve": {"generation", "generation_refusals", "modeling", "options"},
     "sft_trainer": {
         "clean_batch",
         "masks",

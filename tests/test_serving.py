@@ -27,6 +27,8 @@ for module in ("fastapi", "uvicorn", "openai"):
 QUESTION = [{"role": "user", "content": "one and one"}]
 LOW, DEFAULT = 1e-9, 0.3
 UNFINISHED = "\ufffd"
+# Of the checkpoint.
+POSITIONS = 256
 
 
 @pytest.fixture(scope="module")
@@ -132,18 +134,41 @@ def test_completions(server: str):
     [
         ({"mars_threshold": 2}, 400, "in (0, 1]"),
         ({"mars_threshold": 0.9, "num_beams": 2}, 400, "num_beams"),
-        ({"mars_treshold": 0.9}, 422, "mars_treshold"),
+        ({"mars_threshold": "high"}, 400, "must be a number"),
+        ({"mars_threshold": 0.9, "mars_cache": "paged"}, 400, "mars_cache"),
+        ({"mars_treshold": 0.9}, 400, "mars_treshold"),
         ("mars_threshold=0.9", 422, "JSON"),
         ("[1]", 422, "JSON object"),
     ],
 )
-def test_refusals_are_answered(server: str, generation: dict | str, status: int, message: str):
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_refusals_are_answered(server: str, generation: dict | str, status: int, message: str, stream: bool):
     if not server.endswith("library"):
         pytest.skip("transformers alone answers these with 500, or not at all")
     with pytest.raises(HTTPError) as raised:
-        ask(server, generation)
+        ask(server, generation, stream=stream)
     assert raised.value.code == status
     assert message in raised.value.read().decode()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_answer_of_no_given_length_takes_the_room_that_is_left(server: str, stream: bool):
+    if not server.endswith("library"):
+        pytest.skip("transformers alone asks for 1024 tokens")
+    answer = ask(server, max_tokens=None, stream=stream)
+    usage = (answer[-1] if stream else answer)["usage"]
+    assert usage["prompt_tokens"] + usage["completion_tokens"] <= POSITIONS
+    with pytest.raises(HTTPError) as raised:
+        ask(server, max_tokens=POSITIONS, stream=stream)
+    assert raised.value.code == 400
+    assert "max_position_embeddings" in raised.value.read().decode()
+
+
+def test_threshold_of_the_server_is_checked_when_it_starts(checkpoint: Path):
+    command = [sys.executable, "-m", "mars_hf.serve", str(checkpoint), "--mars-threshold", "2", "--device", "cpu"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ran.returncode != 0
+    assert "in (0, 1]" in ran.stderr
 
 
 def test_continuous_batching_is_refused(checkpoint: Path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import GenerationConfig
 
 from .bundle import write_bundle
@@ -159,9 +160,16 @@ def _logged(history: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _hub_name(config: Any, repo_id: str) -> str | None:
-    """The repository that a model was loaded from, None for a folder or for the repository that it goes to."""
+    """The repository that a model was loaded from, None for the repository that it goes to and for any path."""
     name = getattr(config, "_name_or_path", None)
-    return name if name and name != repo_id and not os.path.isdir(name) else None
+    if not name or name == repo_id or os.path.isdir(name):
+        return None
+    try:
+        # A folder that is gone by now is no repository either, and its path says where somebody keeps what.
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
 
 
 def _hub_datasets(dataset: Any) -> list[str]:

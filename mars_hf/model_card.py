@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ PAPER = "[MARS](https://huggingface.co/papers/2604.07023)"
 TAGS = ("mars", "text-generation")
 HEADING = "## Several tokens per forward pass"
 MEASURED = "## Measured"
+# Where the table of one split of a dataset begins.
+TABLE = re.compile(r"^(?=On .+\.$)", re.MULTILINE)
 # How the metadata name the settings that are no threshold.
 NAMES = {"none": "without MARS", "lossless": "with mars_lossless"}
 
@@ -132,6 +135,8 @@ def record_results(
 ) -> None:
     """Write measured figures into the model card of a saved checkpoint: a table, and metadata that the Hub shows.
 
+    They take the place of earlier ones of the same split of the same data; all others stay.
+
     Args:
         folder: a saved checkpoint with its `README.md`.
         dataset: name or repository of the data that was measured on.
@@ -160,10 +165,13 @@ def record_results(
         ),
     ]
     before, _, after = card.text.partition(f"{MEASURED}\n")
-    rest = after[after.find("\n## ") :] if "\n## " in after else ""
-    card.text = "\n".join([before.rstrip() + "\n", f"{MEASURED}\n", *lines, rest])
+    tables, heading, rest = after.partition("\n## ")
+    parts = [part.strip() for part in re.split(TABLE, tables) if part.strip()]
+    kept = [f"{part}\n" for part in parts if part.splitlines()[0] != lines[0].strip()]
+    card.text = "\n".join([before.rstrip() + "\n", f"{MEASURED}\n", *kept, *lines, heading + rest])
     card.data.model_name = card.data.model_name or Path(folder).name
-    card.data.eval_results = [result for row in rows for result in _metadata(row, dataset, split)]
+    others = [r for r in card.data.eval_results or [] if (r.dataset_type, r.dataset_split) != (dataset, split)]
+    card.data.eval_results = others + [result for row in rows for result in _metadata(row, dataset, split)]
     card.save(path)
 
 

@@ -316,9 +316,34 @@ def test_measured_figures_go_into_the_card(saved: Saved, tmp_path: Path):
     assert ("tokens_per_forward without MARS", 1.0) in results
     assert ("tokens_per_forward with mars_lossless", 2.4) in results
     assert len(results) == 5
+    record_results(tmp_path, "openai/gsm8k", [{"setting": 0.8, "tokens_per_forward": 1.9}], split="train")
+    record_results(tmp_path, "owner/other", [{"setting": 0.8, "tokens_per_forward": 1.4}])
+    record_results(tmp_path, "openai/gsm8k", rows[1:])
+    card = ModelCard.load(tmp_path / "README.md")
+    places = [
+        card.text.index(f"On {name}.\n") for name in ("openai/gsm8k, train", "owner/other, test", "openai/gsm8k, test")
+    ]
+    assert places == sorted(places)
+    assert card.text.count("\nOn ") == 3
+    assert card.text.count("| 0.8 | 1.90 |  |") == card.text.count("| 0.9 | 1.73 | 48.0% |") == 1
+    assert card.text.count("## Training procedure") == card.text.count("## Measured") == 1
+    of = [(result.dataset_name, result.dataset_split) for result in card.data.eval_results]
+    assert (len(of), of.count(("openai/gsm8k", "train")), of.count(("owner/other", "test"))) == (5, 1, 1)
     for row in ({"setting": 0.9}, {"setting": 0.9, "tokens_per_forward": 1.0, "accuracy": 48}):
         with pytest.raises(ValueError, match=r"`accuracy`|needs"):
             record_results(tmp_path, "gsm8k", [row])
+
+
+def test_a_folder_is_no_base_model(saved: Saved, tmp_path: Path):
+    model = get_mars_model(MODELS["qwen2"](), mask_token_id=261, block_size=3)
+    wanted = {str(tmp_path / "gone"): None, "../gone": None, "a/b/c": None, "owner/base": "owner/base", "gpt2": "gpt2"}
+    for name, base in wanted.items():
+        model.config._name_or_path = name
+        (tmp_path / "README.md").unlink(missing_ok=True)
+        finish_card(model, tmp_path, "owner/name")
+        card = ModelCard.load(tmp_path / "README.md")
+        assert card.data.base_model == base
+        assert base is not None or name not in card.content
 
 
 def test_a_card_written_by_hand_keeps_its_text(saved: Saved, tmp_path: Path):

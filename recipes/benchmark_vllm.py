@@ -93,6 +93,9 @@ def measure(arguments: argparse.Namespace) -> None:
     problems = read_problems(arguments.data, arguments.prompts)
     chats: list[Any] = [[{"role": "user", "content": problem["question"]}] for problem in problems]
 
+    def counts() -> dict[str, int]:
+        return engine.collective_rpc("mars_counts")[0] if arguments.engine == "MARS" else {"tokens": 0, "forwards": 0}
+
     def generate(count: int, setting: str, new_tokens: int) -> tuple[list[list[int]], float]:
         extra = {} if setting in ("-", "lossless") else {"mars_threshold": float(setting)}
         params = SamplingParams(temperature=0, max_tokens=new_tokens, extra_args=extra)
@@ -107,7 +110,9 @@ def measure(arguments: argparse.Namespace) -> None:
     generate(max(arguments.requests), settings[0], 8)
     for count in arguments.requests:
         for setting in settings:
+            before = counts()
             texts, seconds = generate(count, setting, arguments.new_tokens)
+            after = counts()
             row = {
                 "engine": arguments.engine,
                 "setting": setting,
@@ -116,8 +121,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 "texts": texts,
             }
             if arguments.engine == "MARS":
-                counts = engine.collective_rpc("mars_counts")[0]["finished"]
-                tokens, forwards = (sum(column) for column in zip(*list(counts.values())[-len(chats) :], strict=True))
+                tokens, forwards = (after[name] - before[name] for name in ("tokens", "forwards"))
                 row["tokens_per_forward"] = tokens / forwards
             print("RESULT " + json.dumps(row), flush=True)
 

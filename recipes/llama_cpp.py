@@ -36,9 +36,11 @@ def ask_transformers(folder: Path, prompts: list[str], max_new_tokens: int) -> l
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     replies = []
+    # Without the penalty that a checkpoint may ask for, of which llama.cpp is told nothing.
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "repetition_penalty": 1.0}
     for prompt in prompts:
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        output = model.generate(**inputs, **options)
         replies.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return replies
 

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import matplotlib
 from _arguments import positive
@@ -35,6 +36,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 MOST_IN_FLIGHT = 256
+
+
+class RefusedError(Exception):
+    """A server is there, and does not answer a request as it should."""
 
 
 @dataclass
@@ -137,16 +142,24 @@ class Load:
             "max_tokens": self.new_tokens,
             "vllm_xargs": {"mars_threshold": threshold},
         }
-        self._call("chat/completions", body)
-        with self.lock:
-            self.in_flight -= 1
-            self.answers.append(Answer(sent - self.start, time.perf_counter() - sent, threshold))
+        try:
+            self._call("chat/completions", body)
+            with self.lock:
+                self.answers.append(Answer(sent - self.start, time.perf_counter() - sent, threshold))
+        finally:
+            with self.lock:
+                self.in_flight -= 1
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.server}/v1/{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=600) as response:
-            return json.load(response)
+        try:
+            with urllib.request.urlopen(request, timeout=600) as response:
+                return json.load(response)
+        except HTTPError as error:
+            with error:
+                reason = error.read().decode(errors="replace")
+            raise RefusedError(f"{self.server} answers {error.code} {error.reason}: {reason}") from None
 
 
 def percentile_95(answers: Sequence[Answer]) -> float:
@@ -215,6 +228,8 @@ def main() -> None:
         throttle = Throttle(arguments.highest, lowest, arguments.step, arguments.target)
         try:
             runs[name] = load.run(throttle)
+        except RefusedError as error:
+            raise SystemExit(str(error)) from None
         except OSError as error:
             raise SystemExit(
                 f"{arguments.server} does not answer: {error}. Start the server, or set --server."

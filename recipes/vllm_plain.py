@@ -27,7 +27,9 @@ def ask(args: argparse.Namespace) -> None:
         chat = [{"role": "user", "content": problem["question"]}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         length = inputs["input_ids"].shape[1]
-        output = model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)[0].tolist()
+        # Without the penalty that a checkpoint may ask for: vLLM is told to read nothing of the generation config.
+        options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "repetition_penalty": 1.0}
+        output = model.generate(**inputs, **options)[0].tolist()
         replies.append({"prompt": output[:length], "reply": output[length:]})
     args.replies.write_text(json.dumps({"stop": model.generation_config.eos_token_id, "replies": replies}))
 

@@ -6,7 +6,9 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,6 +252,38 @@ def test_a_throttle_without_a_server_or_a_request_ends_in_one_line(tmp_path: Pat
     throttle.main()
     assert "1 requests, latency median 2.00 s, 95% within 2.00 s" in capsys.readouterr().out
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_a_throttle_shows_what_a_server_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(200, {"data": [{"id": "model"}]})
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(400, {"error": "no such threshold"})
+
+        def answer(self, status: int, body: dict) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    loads = []
+    start = throttle.Load.run
+    monkeypatch.setattr(throttle.Load, "run", lambda load, *args: (loads.append(load), start(load, *args))[1])
+    (tmp_path / "data.jsonl").write_text(json.dumps(ROW))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        command = ["recipe", "--data", str(tmp_path / "data.jsonl"), "--server", address]
+        monkeypatch.setattr(sys, "argv", [*command, "--phase_seconds", "0.5", "--rates", "20"])
+        with pytest.raises(SystemExit, match=r"answers 400 Bad Request: .*no such threshold"):
+            throttle.main()
+        server.shutdown()
+    assert [load.in_flight for load in loads] == [0]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

@@ -93,25 +93,36 @@ class Chooser:
         return self._draw(scores), scores if wants_record else None
 
     def one(self, logits: Tensor, members: list[int], columns: list[int]) -> Tensor:
-        """The tokens of the rows `members` at these columns, (len(members),), from raw logits (N, V).
+        """The tokens of M of the N rows, `members`, at these columns, (M,), from their raw logits (M, V).
+
+        With `needs_length` the columns are all the same.
+        """
+        rows, ends = self.state.rows[members], torch.tensor(columns, device=self.state.device)
+        scores = self._ban_mask(logits)
+        if self.needs_prefix:
+            scores = self._processed(scores, members, columns)
+        elif self.processors:
+            scores = self.processors(ends.new_empty(len(members), 0), scores)
+        self.record(ends, logits[:, None], scores[:, None], rows)
+        return self._draw(self._ban_mask(scores) if self.needs_prefix else scores)
+
+    def _processed(self, scores: Tensor, members: list[int], columns: list[int]) -> Tensor:
+        """The scores (M, V) of rows `members` at these columns behind processors that look at the text before.
 
         Processors get the whole batch in its order, since some know their rows by number. Rows that are not asked
-        about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read. With
-        `needs_length` the columns are all the same.
+        about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read.
         """
-        state = self.state
+        state, rows = self.state, self.state.rows[members]
         self.asked = {state.host_rows[member] for member in members}
-        scores = logits.new_zeros(state.batch, logits.shape[-1])
-        scores[state.rows] = self._ban_mask(logits)
-        rows, ends = state.rows[members], torch.tensor(columns, device=state.device)
+        of_batch = scores.new_zeros(state.batch, scores.shape[-1])
+        of_batch[rows] = scores
         text = state.tokens[:, state.hidden : max(columns)]
         if min(columns) < max(columns):
             # Behind a shorter text its last token comes again, so that it holds the same tokens.
-            places = torch.arange(state.hidden, max(columns), device=state.device).minimum(ends[:, None] - 1)
+            lasts = torch.tensor(columns, device=state.device)[:, None] - 1
+            places = torch.arange(state.hidden, max(columns), device=state.device).minimum(lasts)
             text = text.index_copy(0, rows, state.tokens[rows].gather(1, places))
-        scores = self.processors(text, scores)[rows]
-        self.record(ends, logits[members, None], scores[:, None], rows)
-        return self._draw(self._ban_mask(scores))
+        return self.processors(text, of_batch)[rows]
 
     def record(self, columns: Tensor, logits: Tensor, scores: Tensor, rows: Tensor | None = None) -> None:
         """Note logits and scores (N, B, V) of the columns from `columns` (N,) on, over those rejected before."""

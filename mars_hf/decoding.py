@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 # Tokens of a forward that is like one of stock decoding: that of a batch of so many rows.
 FEW_TOKENS = 64
+# Logits of a step, all but the first of each row, from which on a CPU looks at one candidate after the other: most are
+# never reached, and a pass over them takes longer than the calls that spare it.
+DEAR = 2**18
+# What processors and a draw cost, in passes: top-p sorts.
+MANY_PASSES = 16
 
 
 class MarsDecoder:
@@ -113,7 +118,10 @@ class MarsDecoder:
 
     def _accept(self, logits: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Choose the candidates and cut them: tokens (N, B), accepted (N,) and ended (N,)."""
-        if self.other_criteria or self.chooser.needs_prefix:
+        # On the host nobody waits for a device, and what a large vocabulary costs is better looked at first.
+        passes = MANY_PASSES if self.chooser.processors or self.chooser.samples else 1
+        is_dear = logits.device.type == "cpu" and logits[:, 1:].numel() * passes > DEAR
+        if self.other_criteria or self.chooser.needs_prefix or is_dear:
             return self._accept_one_by_one(logits, threshold)
         tokens, scores = self.chooser.all(logits)
         accepted = torch.ones_like(tokens[:, 0])
@@ -158,8 +166,8 @@ class MarsDecoder:
         for k in range(window):
             if not alive:
                 break
-            judged = logits[range(count), places]
             for members in self._groups(alive):
+                judged = logits[members, [places[row] for row in members]]
                 tokens[members, k] = self.chooser.one(judged, members, [lengths[row] + k for row in members])
                 keep = members
                 if k > 0 and threshold is not None:

@@ -13,7 +13,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from mars_hf import MarsGenerateOutput
+from mars_hf import MarsGenerateOutput, decoding
 
 MAX_NEW = 20
 # Thresholds at which the tiny random models accept all, some and almost none of their candidates.
@@ -382,3 +382,34 @@ def test_sampling_follows_the_seed_and_the_first_token_of_a_step_follows_ar():
     first = generate(model, inputs, 0.2, do_sample=True, temperature=0.7).sequences
     torch.manual_seed(5)
     assert torch.equal(first, generate(model, inputs, 0.2, do_sample=True, temperature=0.7).sequences)
+
+
+@pytest.mark.parametrize("extra", [{}, {"temperature": 0.7, "top_k": 1, "do_sample": True}])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"mars_threshold": 0.2},
+        {"mars_threshold": [0.2, 0.9, 1.0, 0.05]},
+        {"mars_threshold": 1.5, "mars_confidence": "entropy"},
+        {"mars_threshold": 0.2, "mars_confidence": "margin", "mars_cache": "block"},
+        {"mars_lossless": True, "prompt_lookup_num_tokens": 3},
+    ],
+)
+def test_looking_at_one_candidate_after_the_other_changes_nothing(mode, extra, monkeypatch):
+    """As a CPU does with a large vocabulary. Where it samples, there is one token to draw."""
+    model, inputs = tiny_model(seed=3), left_pad(random_prompts([6, 9, 4, 7]))
+    kwargs = {"max_new_tokens": 24, "do_sample": False, **extra, "output_scores": True, "output_logits": True}
+    kwargs |= {"return_dict_in_generate": True, "pad_token_id": 0}
+    expected = model.generate(**inputs, **mode, **kwargs)
+    assert expected.tokens_per_forward.max() > 1
+    asked = []
+    one = decoding.Chooser.one
+    monkeypatch.setattr(decoding, "DEAR", 0)
+    monkeypatch.setattr(decoding.Chooser, "one", lambda *args: asked.append(None) or one(*args))
+    output = model.generate(**inputs, **mode, **kwargs)
+    assert asked
+    assert torch.equal(output.sequences, expected.sequences)
+    assert torch.equal(output.accepted_lengths, expected.accepted_lengths)
+    for name in ("scores", "logits"):
+        for own, other in zip(getattr(output, name), getattr(expected, name), strict=True):
+            torch.testing.assert_close(own, other)

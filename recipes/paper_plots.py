@@ -67,6 +67,8 @@ def draw_curves(path: Path, measured: Measured, groups: dict[str, list[Row]]) ->
             axes.errorbar(x, [y_.value for y_ in y], errors, marker="o", color=color, label=name, **ERRORS)
     mark_reference(left, measured)
     left.set(xlabel="tokens per forward", ylabel="exact match", title="Quality and speed")
+    # Shares are never negative, also where all of them are 0.
+    left.set_ylim(bottom=max(left.get_ylim()[0], -0.02))
     right.set(xlabel="threshold", ylabel="tokens per forward", title="What the threshold does")
     for axes in (left, right):
         axes.grid(alpha=0.3)

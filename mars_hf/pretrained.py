@@ -35,11 +35,14 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
     origin = _adapter_origin(kwargs)
     own = kwargs.pop("adapter_kwargs", None) or {}
     shapes = _adapter_shapes(path, origin)
-    if shapes:
-        kwargs = {k: v for k, v in kwargs.items() if k not in ("revision", "subfolder") or k in own}
-    base = _read_json(path, "adapter_config.json", origin)["base_model_name_or_path"] if shapes else None
+    if not shapes:
+        # Forcing the download of an adapter that is not there would hide what else is wrong.
+        place = {k: v for k, v in origin.items() if k != "force_download"}
+        return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs, adapter_kwargs=place)
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("revision", "subfolder") or k in own}
+    base = _read_json(path, "adapter_config.json", origin)["base_model_name_or_path"]
     has_magnitudes = any(name.endswith(MAGNITUDE) for name in shapes)
-    if base is None or not (has_magnitudes or _has_more_rows(shapes, base, kwargs)):
+    if not (has_magnitudes or _has_more_rows(shapes, base, kwargs)):
         # Without these transformers would look for an adapter in the root only, and in the default cache.
         return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs, adapter_kwargs=origin)
     loaded = AutoModelForCausalLM.from_pretrained(base, *args, **kwargs)

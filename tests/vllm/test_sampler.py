@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="runs in vLLM's environment: .ci/vllm")
+# Not "vllm" alone, which is the folder of these tests too.
+pytest.importorskip("vllm.v1", reason="runs in vLLM's environment: .ci/vllm")
 
 with warnings.catch_warnings():
     # vLLM and its dependencies warn of themselves.

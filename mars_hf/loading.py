@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,14 +42,31 @@ def load_model(path: str, args: SFTConfig, quantization_config: BitsAndBytesConf
     return create_model_from_path(path, **kwargs)
 
 
-def load_tokenizer(model: PreTrainedModel, args: SFTConfig, revision: str | None) -> PreTrainedTokenizerBase:
+@contextmanager
+def init_kwargs_used_up(args: SFTConfig, is_loaded: bool) -> Iterator[None]:
+    """Within it, the arguments have no `model_init_kwargs` if a model has been loaded with them.
+
+    `SFTTrainer` would warn that a loaded model ignores them.
+    """
+    model_init_kwargs = args.model_init_kwargs
+    if is_loaded:
+        args.model_init_kwargs = None
+    try:
+        yield
+    finally:
+        args.model_init_kwargs = model_init_kwargs
+
+
+def load_tokenizer(model: PreTrainedModel, args: SFTConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model by the rules of `SFTTrainer`.
 
     Raises:
         ValueError: if the model comes with the processor of a vision-language model.
     """
     processor = AutoProcessor.from_pretrained(
-        get_config_model_id(model.config), revision=revision, trust_remote_code=args.trust_remote_code
+        get_config_model_id(model.config),
+        revision=(args.model_init_kwargs or {}).get("revision"),
+        trust_remote_code=args.trust_remote_code,
     )
     refuse_processor(processor)
     return processor

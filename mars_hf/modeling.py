@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .checks import check_count
 from .class_swap import swap_class
 from .generation import MarsGenerationMixin
-from .hub import MarsCheckpointMixin
+from .hub import MarsCheckpointMixin, base_model
 from .pretrained import load_checkpoint, recorded_entries
 
 
@@ -30,7 +30,7 @@ def get_mars_model(model: Any, mask_token_id: int | None = None, block_size: int
     Raises:
         ValueError: if the model is not a decoder-only language model, or an argument is out of range.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if not isinstance(base, PreTrainedModel) or not base.can_generate() or base.config.is_encoder_decoder:
         raise ValueError(
             f"`get_mars_model` needs a decoder-only transformers model that can generate, got {type(base).__name__}."

@@ -28,7 +28,7 @@ from .collator import DataCollatorForMars
 from .end_of_turn import record_end_of_turn
 from .fused_head import make_head_readable, score_targets
 from .hub import base_model, make_savable, write_trainer_card
-from .loading import give_mask_token, load_model, load_tokenizer
+from .loading import give_mask_token, init_kwargs_used_up, load_model, load_tokenizer
 from .losses import mars_loss
 from .mask_token import find_mask_token, note_mask_trained, record_mask_token
 from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
@@ -97,7 +97,7 @@ class MarsSFTTrainer(SFTTrainer):
         if not self._has_masked_stream:
             # The tags and the name that a card gives to the model.
             self._tag_names, self._name = SFTTrainer._tag_names, SFTTrainer._name  # type: ignore[misc]
-        model_init_kwargs, is_loaded = args.model_init_kwargs, False
+        is_loaded = False
         if self._has_masked_stream:
             refuse_arguments(args, data_collator, compute_loss_func)
             if processing_class is not None:
@@ -110,13 +110,11 @@ class MarsSFTTrainer(SFTTrainer):
             refuse_model(base_model(model), args.device)
             make_savable(base_model(model).generation_config)
             if processing_class is None:
-                processing_class = load_tokenizer(model, args, (model_init_kwargs or {}).get("revision"))
+                processing_class = load_tokenizer(model, args)
             peft_config, self._mask_token_id = give_mask_token(
                 model, args, processing_class, args.mars_mask_token, peft_config, optimizers[0]
             )
-        try:
-            if is_loaded:  # and they are used up: `SFTTrainer` would warn that a loaded model ignores them
-                args.model_init_kwargs = None
+        with init_kwargs_used_up(args, is_loaded):
             super().__init__(
                 model=model,
                 args=args,
@@ -134,8 +132,6 @@ class MarsSFTTrainer(SFTTrainer):
                 peft_config=peft_config,
                 formatting_func=formatting_func,
             )
-        finally:
-            args.model_init_kwargs = model_init_kwargs
         if self._has_masked_stream:
             # Again, because a configuration in the launcher's file shows in the accelerator only.
             refuse_parallelism(self.accelerator.parallelism_config)

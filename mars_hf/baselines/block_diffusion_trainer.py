@@ -19,7 +19,7 @@ from trl.trainer.utils import pad
 
 from ..checks import check_count
 from ..fused_head import score_targets
-from ..loading import give_mask_token, load_model, load_tokenizer
+from ..loading import give_mask_token, init_kwargs_used_up, load_model, load_tokenizer
 from ..mask_token import find_mask_token
 from ..masks import CLEAN, PADDING, masks_for_model, stream_layout
 from ..refusals import refuse_arguments, refuse_model, refuse_processor
@@ -166,21 +166,19 @@ class BlockDiffusionTrainer(SFTTrainer):
         if processing_class is not None:
             refuse_processor(processing_class)
         set_seed(args.seed)  # as in `SFTTrainer`, and here already because a new embedding row is drawn at random
-        model_init_kwargs, is_loaded = args.model_init_kwargs, isinstance(model, str)
+        is_loaded = False
         if isinstance(model, str):
-            model = load_model(model, args, None)
+            is_loaded, model = True, load_model(model, args, None)
         if is_peft_model(model):
             raise ValueError("`BlockDiffusionTrainer` trains whole models. Merge the adapter, or pass the base model.")
         refuse_model(model, args.device)
         if model.config.get_text_config()._attn_implementation not in ("sdpa", "eager"):
             raise ValueError("Block diffusion needs a dense mask. Load the model with `attn_implementation='sdpa'`.")
         if processing_class is None:
-            processing_class = load_tokenizer(model, args, (model_init_kwargs or {}).get("revision"))
+            processing_class = load_tokenizer(model, args)
         optimizer, _ = kwargs.get("optimizers") or (None, None)
         _, self._mask_token_id = give_mask_token(model, args, processing_class, args.mask_token, None, optimizer)
-        try:
-            if is_loaded:  # and they are used up: `SFTTrainer` would warn that a loaded model ignores them
-                args.model_init_kwargs = None
+        with init_kwargs_used_up(args, is_loaded):
             super().__init__(
                 model=model,
                 args=args,
@@ -189,8 +187,6 @@ class BlockDiffusionTrainer(SFTTrainer):
                 processing_class=processing_class,
                 **{key: value for key, value in kwargs.items() if value is not None},
             )
-        finally:
-            args.model_init_kwargs = model_init_kwargs
         self._set_collator()
 
     def _set_collator(self) -> None:

@@ -14,14 +14,13 @@ from transformers.generation import (
 
 from .forward_arguments import forward_arguments
 from .masks import MaskForm
-from .options import MarsOptions
+from .options import ONE_BY_ONE, MarsOptions
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 # What a MARS step knows how to feed; any other model input would be lost after the first step.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "inputs_embeds", "cache", "use_cache", "logits_to_keep"}
-
 
 # Processors that keep a state of their own for each call, and count on one call per token for the whole batch.
 STEPWISE_PROCESSORS = (
@@ -43,7 +42,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             raise ValueError(f"`{name}` belongs to `guidance_scale`, which MARS does not support. Leave it out.")
     if arguments.get("kwargs", {}).get("cache_implementation") == "paged":
         raise ValueError(
-            "`cache_implementation='paged'` is continuous batching, a loop of its own. Unset it or `mars_threshold`."
+            f"`cache_implementation='paged'` is continuous batching, a loop of its own. Unset it, or {ONE_BY_ONE}."
         )
 
 
@@ -53,14 +52,14 @@ def refuse_processors(processors: LogitsProcessorList) -> None:
         if isinstance(processor, STEPWISE_PROCESSORS):
             raise ValueError(
                 f"`{type(processor).__name__}` counts on one call per token for the whole batch, and MARS asks about "
-                "several tokens a step. Leave it out, or set `mars_threshold=1.0`."
+                f"several tokens a step. Leave it out, or {ONE_BY_ONE}."
             )
 
 
 def refuse_modes(generation_mode: GenerationMode, config: GenerationConfig, generation_mode_kwargs: dict) -> None:
     """Refuse what replaces the decoding loop, and outputs that a step of several tokens does not have."""
+    mars = "mars_lossless" if config.mars_lossless else "mars_threshold"
     if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        mars = "mars_lossless" if config.mars_lossless else "mars_threshold"
         if config.prompt_lookup_num_tokens is not None and generation_mode_kwargs.get("assistant_model") is None:
             raise ValueError(
                 "`prompt_lookup_num_tokens` drafts tokens for the model to confirm, and `mars_threshold` confirms "
@@ -78,8 +77,8 @@ def refuse_modes(generation_mode: GenerationMode, config: GenerationConfig, gene
         )
     if generation_mode_kwargs.get("synced_gpus"):
         raise ValueError(
-            "`mars_threshold` does not work with `synced_gpus` (DeepSpeed ZeRO-3 or FSDP over several processes): "
-            "the processes would take different numbers of steps. Gather the weights, or set `mars_threshold=1.0`."
+            f"`{mars}` does not work with `synced_gpus` (DeepSpeed ZeRO-3 or FSDP over several processes): the "
+            f"processes would take different numbers of steps. Gather the weights, or {ONE_BY_ONE}."
         )
     wanted = {
         "output_attentions": config.output_attentions,
@@ -96,8 +95,7 @@ def refuse_modes(generation_mode: GenerationMode, config: GenerationConfig, gene
     }
     if refused := [name for name, value in wanted.items() if value]:
         raise ValueError(
-            f"`{'`, `'.join(refused)}` is not supported together with `mars_threshold`. Unset it, or set "
-            "`mars_threshold=1.0` for plain autoregressive decoding."
+            f"`{'`, `'.join(refused)}` is not supported together with `{mars}`. Unset it, or {ONE_BY_ONE}."
         )
 
 
@@ -107,7 +105,7 @@ def refuse_models(model: PreTrainedModel, options: MarsOptions) -> None:
     if model._compiled_call_impl is not None or hasattr(model.forward, "_torchdynamo_orig_callable"):
         raise ValueError(
             "MARS steps have no fixed shape, so a compiled forward would be compiled again and again. Load the model "
-            "without `torch.compile`, or set `mars_threshold=1.0`."
+            f"without `torch.compile`, or {ONE_BY_ONE}."
         )
     if options.cache != "none":
         # A class of one's own may hand it on unnamed.
@@ -145,23 +143,22 @@ def refuse_architecture(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"Steps of several tokens take a decoder-only model, and `{model.config.model_type}` is an "
-            "encoder-decoder. Decode it one token at a time, without `mars_threshold`."
+            f"encoder-decoder. Use a decoder-only model, or {ONE_BY_ONE}."
         )
     if "position_ids" not in forward_arguments(type(model)):
         raise ValueError(
             f"Steps of several tokens take a model whose forward takes `position_ids`, and `{type(model).__name__}` "
-            "does not. Decode it one token at a time, without `mars_threshold`."
+            f"does not. Use a model that takes them, or {ONE_BY_ONE}."
         )
     if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
         raise ValueError(
             f"This `{config.model_type}` is an encoder: its tokens see those behind them, [MASK]s too. Load it with "
-            "`is_decoder=True`, or decode it one token at a time, without `mars_threshold`."
+            f"`is_decoder=True`, or {ONE_BY_ONE}."
         )
     if getattr(config, "alibi", False):
         raise ValueError(
             f"The ALiBi biases of `{config.model_type}` count the slots of the cache, which may hold [MASK]s and "
-            "rejected tokens too. Use a model with rotary or learned positions, or decode it one token at a time, "
-            "without `mars_threshold`."
+            f"rejected tokens too. Use a model with rotary or learned positions, or {ONE_BY_ONE}."
         )
 
 
@@ -172,7 +169,7 @@ def refuse_adapters(model: PreTrainedModel) -> None:
     if wrapper is not None and getattr(getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
             f"{wrapper.active_peft_config.peft_type.value} puts virtual tokens in front of the prompt that MARS does "
-            "not know of. Use an adapter of the weights (LoRA), or unset `mars_threshold`."
+            f"not know of. Use an adapter of the weights (LoRA), or {ONE_BY_ONE}."
         )
     if not hasattr(model, "peft_config"):
         return
@@ -205,7 +202,7 @@ def refuse_inputs(
     if unknown := sorted(k for k, v in model_kwargs.items() if v is not None and k not in KNOWN_INPUTS):
         raise ValueError(
             f"MARS decoding does not know how to continue the model inputs {', '.join(unknown)}. Leave them out, or "
-            "set `mars_threshold=1.0`."
+            f"{ONE_BY_ONE}."
         )
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(
@@ -258,7 +255,7 @@ def refuse_positions(config: Any, lengths: list[int], new_tokens: int) -> None:
                 f"The text of {min(lengths)} to {total} positions crosses position {switch}, from which on the "
                 "`longrope` of this model rotates all keys differently, those in the cache too. [MASK]s would get "
                 f"there earlier than one token at a time. Keep prompt and new tokens within {switch}, or every prompt "
-                "longer than that, or decode one token at a time, without `mars_threshold`."
+                f"longer than that, or {ONE_BY_ONE}."
             )
 
 

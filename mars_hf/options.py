@@ -35,6 +35,9 @@ DEFAULTS: dict[str, Any] = {
     "mars_adaptive_window": False,
 }
 CACHES = ("cursor", "block", "none")
+# The way out of what MARS refuses, whichever way it is on: `mars_threshold=1.0` is none for `mars_lossless`, nor where
+# the threshold is an entropy.
+ONE_BY_ONE = "decode one token at a time, without `mars_threshold` and `mars_lossless`"
 # What turns on MARS in the way that an argument needs, where not both ways do.
 TURNS_ON = {
     **dict.fromkeys(DRAFT_ARGUMENTS, "`mars_lossless=True`"),

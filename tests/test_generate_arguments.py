@@ -17,9 +17,11 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from mars_hf.options import DEFAULTS
+from mars_hf.options import DEFAULTS, ONE_BY_ONE
 
 WIDTH = 9
+ON = {"mars_threshold": 0.5}
+LOSSLESS = {"mars_lossless": True}
 SAMPLE = {"do_sample": True, "top_k": 0}
 # What must give the tokens of stock `generate` where only first candidates are accepted.
 WORKS = {
@@ -59,6 +61,8 @@ WORKS = {
     "cache_implementation": {"cache_implementation": "dynamic"},
     "disable_compile": {"disable_compile": True},
 }
+# For loops that stock `generate` takes from the Hub, and asks for trust before anything else.
+FROM_THE_HUB = {"trust_remote_code": True}
 REFUSED = {
     "num_beams": {"num_beams": 2},
     "use_mtp": {"use_mtp": True},
@@ -80,11 +84,11 @@ REFUSED = {
     "assistant_early_exit": {"assistant_early_exit": 1},
     "compile_config": {"compile_config": CompileConfig()},
     "continuous_batching_config": {"continuous_batching_config": {"block_size": 4}},
-    "penalty_alpha": {"penalty_alpha": 0.5, "top_k": 4},
-    "dola_layers": {"dola_layers": "low"},
-    "num_beam_groups": {"num_beam_groups": 2, "num_beams": 2},
-    "constraints": {"constraints": [1]},
-    "force_words_ids": {"force_words_ids": [[1]]},
+    "penalty_alpha": {"penalty_alpha": 0.5, "top_k": 4, **FROM_THE_HUB},
+    "dola_layers": {"dola_layers": "low", **FROM_THE_HUB},
+    "num_beam_groups": {"num_beam_groups": 2, "num_beams": 2, **FROM_THE_HUB},
+    "constraints": {"constraints": [1], **FROM_THE_HUB},
+    "force_words_ids": {"force_words_ids": [[1]], **FROM_THE_HUB},
     "prefill_chunk_size": {"prefill_chunk_size": 2},
     "negative_prompt_ids": {"negative_prompt_ids": torch.tensor([[3], [4], [5]])},
     "negative_prompt_attention_mask": {"negative_prompt_attention_mask": torch.ones(3, 1)},
@@ -94,6 +98,16 @@ REFUSED = {
     "logits_processor": {
         "logits_processor": LogitsProcessorList([UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, tiny_model())])
     },
+}
+# What the refusal names, where that is not the argument.
+NAMED = {
+    "watermarking_config, SynthID": "`SynthIDTextWatermarkLogitsProcessor`",
+    "penalty_alpha": "`contrastive_search`",
+    "dola_layers": "`dola_generation`",
+    "num_beam_groups": "`group_beam_search`",
+    "constraints": "`constrained_beam_search`",
+    "force_words_ids": "`constrained_beam_search`",
+    "logits_processor": "`UnbatchedClassifierFreeGuidanceLogitsProcessor`",
 }
 # Tested elsewhere, where they need more than a value.
 ELSEWHERE = {
@@ -170,24 +184,30 @@ def test_what_works_does_something(name):
 
 
 @pytest.mark.parametrize("turned_on_by", ["call", "model", "config"])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    # A lossless step drafts by a lookup, too.
+    [(name, mode) for name in REFUSED for mode in (ON, LOSSLESS) if mode is ON or name != "prompt_lookup_num_tokens"],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_is_refused_before_any_forward_pass(name, turned_on_by):
+def test_is_refused_before_any_forward_pass(name, mode, turned_on_by):
     model = tiny_model()
     model.register_forward_pre_hook(lambda *_: pytest.fail("a forward pass before the refusal"))
     kwargs = {"max_new_tokens": 8, "return_dict_in_generate": True, **REFUSED[name]}
     if turned_on_by == "call":
-        kwargs["mars_threshold"] = 0.5
+        kwargs |= mode
     elif turned_on_by == "model":
-        model.generation_config.mars_threshold = 0.5
+        model.generation_config.update(**mode, allow_custom_entries=True)
     else:
-        kwargs["generation_config"] = GenerationConfig(mars_threshold=0.5)
-    with pytest.raises(ValueError):  # noqa: PT011
+        kwargs["generation_config"] = GenerationConfig(**mode)
+    with pytest.raises(ValueError, match=NAMED.get(name, f"`{name.split(',')[0]}")) as raised:
         model.generate(**left_pad(random_prompts([6, WIDTH, 4])), **kwargs)
+    # Setting it to 1.0 turns off neither lossless decoding nor a threshold of entropy.
+    named = str(raised.value).replace(ONE_BY_ONE, "")
+    assert "mars_threshold=1.0" not in named
+    assert mode is ON or "mars_threshold" not in named
 
 
-ON = {"mars_threshold": 0.5}
-LOSSLESS = {"mars_lossless": True}
 WITHOUT_EFFECT = {
     "draft length": ({**ON, "mars_draft_length": 3}, "`mars_draft_length=3` .* set `mars_lossless=True`"),
     "cursor": ({**ON, "mars_cache_block_size": 16}, "`mars_cache_block_size=16` .* set `mars_cache='block'`"),

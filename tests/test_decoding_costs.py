@@ -60,14 +60,22 @@ def test_rows_that_end_are_not_fed_any_more():
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts the tensor operations outside the model's forward, and those that make the host wait for the device."""
+    """Counts the tensor operations outside the model's forward, and how often the host there waits for the device."""
 
-    def __init__(self, model):
+    def __init__(self, model, monkeypatch):
         super().__init__()
         self.count = self.waits = 0
         self.in_forward = False
         model.register_forward_pre_hook(lambda *_: self._enter(True))
         model.register_forward_hook(lambda *_: self._enter(False))
+        tolist = torch.Tensor.tolist
+
+        def watched(tensor):
+            # On a CPU it reads the memory, without any operation.
+            self.waits += not self.in_forward
+            return tolist(tensor)
+
+        monkeypatch.setattr(torch.Tensor, "tolist", watched)
 
     def _enter(self, inside):
         self.in_forward = inside
@@ -81,18 +89,22 @@ class OperationCounter(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_operations_outside_the_forward_per_step(rows, adaptive):
-    """However many rows: at a few microseconds each, far below a millisecond."""
+def test_operations_outside_the_forward_per_step(rows, adaptive, monkeypatch):
+    """However many rows: at a few microseconds each, far below a millisecond, and one wait for the device."""
     model = tiny_model(eos_token_id=None)
     inputs = left_pad(random_prompts([5 + row for row in range(rows)]))
-    counts, steps = [], []
+    counts, waits, steps = [], [], []
     for new_tokens in (20, 80):
-        counter = OperationCounter(model)
-        with counter:
-            output = model.generate(
-                **inputs, mars_threshold=0.1, max_new_tokens=new_tokens, do_sample=False,
-                mars_adaptive_window=adaptive, return_dict_in_generate=True,
-            )  # fmt: skip
+        with monkeypatch.context() as patch:
+            counter = OperationCounter(model, patch)
+            with counter:
+                output = model.generate(
+                    **inputs, mars_threshold=0.1, max_new_tokens=new_tokens, do_sample=False,
+                    mars_adaptive_window=adaptive, return_dict_in_generate=True,
+                )  # fmt: skip
         counts.append(counter.count)
+        waits.append(counter.waits)
         steps.append(output.num_forwards)
+    # What a call does once, however long its text, falls out of the differences.
     assert (counts[1] - counts[0]) / (steps[1] - steps[0]) < 75
+    assert waits[1] - waits[0] == steps[1] - steps[0]

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .masks import GROUPED, added_form, use_attention
+from .model_masks import GROUPED, added_form, use_attention
 
 # Beyond so many queries attention is not about reading the cache, and the mask is what becomes large.
 MOST_QUERIES = 64

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masks import CLEAN, PADDING, AttentionMask, Layout
+from .masks import CLEAN, PADDING, Layout
+from .model_masks import AttentionMask
 from .streams import clean_rows
 
 

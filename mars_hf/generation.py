@@ -19,7 +19,8 @@ from .attention import grouped_heads
 from .cache import MarsCache
 from .decoding import MarsDecoder
 from .few_tokens import few_token_products
-from .generation_refusals import refuse_arguments, refuse_inputs, refuse_models, refuse_modes, refuse_processors
+from .generation_refusals import refuse_arguments, refuse_inputs, refuse_modes, refuse_processors
+from .model_refusals import refuse_models
 from .options import (
     DEFAULTS,
     MarsOptions,

@@ -17,7 +17,8 @@ from transformers.pytorch_utils import move_to_device
 
 from .cache import MarsCache
 from .forward_arguments import decoding_arguments
-from .masks import MaskForm, decode_mask
+from .masks import decode_mask
+from .model_masks import MaskForm
 from .state import DecodingState
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,9 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+from .forward_arguments import forward_arguments
 from .mask_token import MaskToken, adapter_configs, embedding_rows, is_named
-from .masks import attention_windows
+from .model_masks import attention_windows, refuse_attention
 
 TRAINING_ATTENTION = ("sdpa", "eager", "flex_attention")
 # Models from before masks were shared, which make theirs inside.
@@ -101,11 +101,7 @@ def refuse_config(config: PreTrainedConfig, device: torch.device) -> None:
             "`flex_attention` has no backward pass on CPU, so nothing can be trained with it here. Load the model "
             "with `attn_implementation='sdpa'` (or 'eager'), or train on a GPU."
         )
-    if implementation not in TRAINING_ATTENTION:
-        raise ValueError(
-            f"MARS needs an attention implementation that takes a custom mask, and `{implementation}` does not. Load "
-            "the model with `attn_implementation='sdpa'` (or 'eager'; or 'flex_attention', on a GPU)."
-        )
+    refuse_attention(implementation, TRAINING_ATTENTION)
 
 
 def refuse_model(model: PreTrainedModel, device: torch.device) -> None:
@@ -120,8 +116,7 @@ def refuse_model(model: PreTrainedModel, device: torch.device) -> None:
     """
     refuse_config(model.config, device)
     text_config = model.config.get_text_config()
-    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    if not takes_positions or getattr(text_config, "alibi", False):
+    if "position_ids" not in forward_arguments(type(model)) or getattr(text_config, "alibi", False):
         raise ValueError(
             "MARS gives both streams the same positions, so it needs a model that reads `position_ids`, and "
             f"`{type(model).__name__}` does not. Use a model with rotary or learned positions."

@@ -31,7 +31,8 @@ from .hub import base_model, make_savable, write_trainer_card
 from .loading import give_mask_token, init_kwargs_used_up, load_model, load_tokenizer
 from .losses import mars_loss
 from .mask_token import find_mask_token, note_mask_trained, record_mask_token
-from .masks import CLEAN, PADDING, AttentionMask, Layout, training_masks
+from .masks import CLEAN, PADDING, Layout
+from .model_masks import AttentionMask, training_masks
 from .modeling import get_mars_model
 from .packing import is_packed, pack_wrapped, uncut
 from .refusals import (

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .masks import TILED, added_form, use_attention
+from .model_masks import TILED, added_form, use_attention
 
 # Queries of a tile: fewer leave out more, and cost more calls.
 TILE = 128

@@ -28,6 +28,8 @@ def table_of(heading: str) -> dict[str, set[str]]:
 
 
 TABLE, PACKAGES = table_of("file"), table_of("package")
+# What both training and decoding use.
+SHARED = {"checks", "masks", "model_masks", "forward_arguments", "mask_token"}
 # Each file of a package inside the library may import these files of the package.
 SUBPACKAGES: dict[str, dict[str, set[str]]] = {
     "baselines": {
@@ -105,10 +107,10 @@ def test_packages_inside_keep_to_their_table(package: str):
     assert library == PACKAGES[package]
 
 
-def test_training_and_decoding_meet_only_in_the_masks_and_the_mask_token():
+def test_training_and_decoding_meet_only_in_masks_and_in_what_a_model_takes():
     # The trainer itself hands its model to `get_mars_model`, so that it can generate; nothing below it knows decoding.
     for module in needs("sft_trainer") - needs("modeling") - {"sft_trainer"}:
-        assert needs(module) & needs("modeling") <= {"checks", "masks", "mask_token"}
+        assert needs(module) & needs("modeling") <= SHARED
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

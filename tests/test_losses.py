@@ -11,7 +11,8 @@ from test_collator import random_examples
 
 from mars_hf.collator import DataCollatorForMars
 from mars_hf.losses import TokenScores, count_within_block, mars_loss, stream_metrics, stream_sums
-from mars_hf.masks import CLEAN, MASKED, PADDING, Layout, dense_mask, mars_attention_mask, masks_for_model
+from mars_hf.masks import CLEAN, MASKED, PADDING, Layout, dense_mask, mars_attention_mask
+from mars_hf.model_masks import masks_for_model
 from mars_hf.streams import batch_layout, predicts_own_block
 
 PAD, MASK = 0, 99

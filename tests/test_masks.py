@@ -14,15 +14,13 @@ from mars_hf.masks import (
     MASKED,
     PADDING,
     Layout,
-    attention_windows,
     block_mask,
     decode_mask,
     dense_mask,
     flex_mask_mod,
     mars_attention_mask,
-    masks_for_model,
-    training_masks,
 )
+from mars_hf.model_masks import attention_windows, masks_for_model, training_masks
 
 
 def brute_force_mask(length: int, block_size: int) -> torch.Tensor:

@@ -16,7 +16,8 @@ from ..cache import MarsCache
 from ..checks import check_count
 from ..few_tokens import few_token_products
 from ..forward_arguments import decoding_arguments
-from ..masks import CLEAN, PADDING, Layout, masks_for_model, stream_layout
+from ..masks import CLEAN, PADDING, Layout, stream_layout
+from ..model_masks import masks_for_model
 from ..outputs import MarsGenerateOutput
 from .arguments import check_mask_token, check_prompts, end_tokens, finish
 from .block_diffusion import sees

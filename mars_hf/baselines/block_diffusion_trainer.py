@@ -21,7 +21,8 @@ from ..checks import check_count
 from ..fused_head import score_targets
 from ..loading import give_mask_token, init_kwargs_used_up, load_model, load_tokenizer
 from ..mask_token import find_mask_token
-from ..masks import CLEAN, PADDING, masks_for_model, stream_layout
+from ..masks import CLEAN, PADDING, stream_layout
+from ..model_masks import masks_for_model
 from ..refusals import refuse_arguments, refuse_model, refuse_processor
 from .block_diffusion import NOISY, block_diffusion_loss, dense_block_mask, draw_noise
 

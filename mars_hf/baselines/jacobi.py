@@ -20,8 +20,9 @@ from ..cache import MarsCache
 from ..checks import check_count
 from ..few_tokens import few_token_products
 from ..forward_arguments import decoding_arguments
-from ..generation_refusals import refuse_architecture
-from ..masks import decode_mask, masks_for_model
+from ..masks import decode_mask
+from ..model_masks import masks_for_model
+from ..model_refusals import refuse_architecture
 from ..outputs import MarsGenerateOutput
 from .arguments import check_prompts, end_tokens, finish
 

@@ -38,11 +38,6 @@ CACHES = ("cursor", "block", "none")
 # The way out of what MARS refuses, whichever way it is on: `mars_threshold=1.0` is none for `mars_lossless`, nor where
 # the threshold is an entropy.
 ONE_BY_ONE = "decode one token at a time, without `mars_threshold` and `mars_lossless`"
-# What turns on MARS in the way that an argument needs, where not both ways do.
-TURNS_ON = {
-    **dict.fromkeys(DRAFT_ARGUMENTS, "`mars_lossless=True`"),
-    **dict.fromkeys(("mars_confidence", "mars_adaptive_window", "mars_cache_block_size"), "`mars_threshold`"),
-}
 
 
 @dataclass
@@ -194,26 +189,30 @@ def refuse_without_effect(config: GenerationConfig, given: Collection[str]) -> N
     Raises:
         ValueError: for the first such argument.
     """
-    is_off = config.mars_threshold is None and not config.mars_lossless
-    # Where these arguments do something, and what to set so that they do.
+    is_lossless = config.mars_lossless
+    by_threshold = config.mars_threshold is not None and not is_lossless
+    # Where these arguments do something, and what to set so that they do; the others do wherever MARS is on.
     effective = {
-        **dict.fromkeys(DRAFT_ARGUMENTS, (config.mars_lossless, "`mars_lossless=True`")),
+        **dict.fromkeys(DRAFT_ARGUMENTS, (is_lossless, "`mars_lossless=True`")),
         "mars_block_size": (
-            not config.mars_lossless or config.mars_draft_length is None,
+            not is_lossless or config.mars_draft_length is None,
             "no `mars_draft_length`, which says more",
         ),
-        "mars_confidence": (not config.mars_lossless, "`mars_threshold` instead of `mars_lossless`"),
-        "mars_adaptive_window": (not config.mars_lossless, "`mars_threshold` instead of `mars_lossless`"),
-        "mars_cache_block_size": (config.mars_cache == "block", "`mars_cache='block'`"),
+        "mars_confidence": (by_threshold, "`mars_threshold`, without `mars_lossless`"),
+        "mars_adaptive_window": (by_threshold, "`mars_threshold`, without `mars_lossless`"),
+        "mars_cache_block_size": (
+            by_threshold and config.mars_cache == "block",
+            "`mars_cache='block'`, with `mars_threshold`",
+        ),
     }
+    is_on = (by_threshold or is_lossless, "`mars_threshold`, or `mars_lossless=True`")
     for name in given:
         if name in ("mars_threshold", "mars_lossless") or getattr(config, name) == DEFAULTS[name]:
             continue
-        has_effect, instead = effective.get(name, (True, ""))
-        if is_off:
-            has_effect, instead = False, TURNS_ON.get(name, "`mars_threshold`, or `mars_lossless=True`")
-        if not has_effect:
-            raise ValueError(f"`{name}={getattr(config, name)!r}` has no effect here. Leave it out, or set {instead}.")
+        for has_effect, instead in (effective.get(name, is_on), is_on):
+            if not has_effect:
+                value = getattr(config, name)
+                raise ValueError(f"`{name}={value!r}` has no effect here. Leave it out, or set {instead}.")
 
 
 def check_threshold(threshold: Any, confidence: str, batch: int | None = None) -> float | Tensor:

@@ -13,6 +13,7 @@ from decoding_models import left_pad, random_prompts, tiny_model
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from mars_hf import MarsGenerationMixin, get_mars_model
+from mars_hf.refusals import refuse_model
 
 PROMPTS = left_pad(random_prompts([5, 8, 3]))
 MODES = {
@@ -148,3 +149,8 @@ def test_a_forward_of_ones_own(model_class, mode):
     own.generation_config = GenerationConfig.from_dict(model.generation_config.to_dict())
     own = own if model_class is MixedIn else get_mars_model(own)
     assert torch.equal(generate(own, **MODES[mode]), generate(model, **MODES[mode]))
+
+
+@pytest.mark.parametrize("model_class", [Unnamed, Bare])
+def test_training_does_not_refuse_a_forward_of_ones_own(model_class):
+    refuse_model(model_class(tiny_model().config), torch.device("cpu"))

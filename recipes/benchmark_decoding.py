@@ -22,7 +22,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from _arguments import Distinct, positive
+from _arguments import Distinct, positive, up_to_one
 from _load import DTYPES, load_checkpoint
 from _measure import GREEDY, as_batch, follow, stop_ids, until_stop
 from _problems import read_problems
@@ -272,7 +272,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--max_new_tokens", type=positive, nargs="+", action=Distinct, default=[160, 24], help="(default: 160 24)"
     )
-    parser.add_argument("--threshold", type=float, nargs="+", action=Distinct, default=[0.95], help="(default: 0.95)")
+    parser.add_argument(
+        "--threshold", type=up_to_one, nargs="+", action=Distinct, default=[0.95], help="(default: 0.95)"
+    )
     parser.add_argument(
         "--settings", nargs="+", choices=["prompt lookup", *KINDS], default=["prompt lookup", *KINDS], metavar="NAME",
         help=f"what to compare with stock, of: prompt lookup, {', '.join(KINDS)} (default: all)",

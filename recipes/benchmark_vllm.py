@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from _arguments import Distinct, positive
+from _arguments import Distinct, positive, up_to_one
 from _problems import read_problems
 
 SPECULATION: dict[str, dict[str, Any]] = {
@@ -52,11 +51,24 @@ SPECULATION: dict[str, dict[str, Any]] = {
 }
 
 
-def parse_arguments() -> argparse.Namespace:
+def threshold_or_lossless(text: str) -> str:
+    """A threshold as it is written, which is what the table calls it, or "lossless"."""
+    if text != "lossless":
+        up_to_one(text)
+    return text
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("--data", type=Path, required=True, help='JSON lines with a "question" each')
-    parser.add_argument("--thresholds", nargs="+", action=Distinct, default=["lossless", "0.95", "0.9", "0.8"])
+    parser.add_argument(
+        "--thresholds",
+        type=threshold_or_lossless,
+        nargs="+",
+        action=Distinct,
+        default=["lossless", "0.95", "0.9", "0.8"],
+    )
     parser.add_argument(
         "--requests", type=positive, nargs="+", action=Distinct, default=[1, 16], help="at the same time"
     )
@@ -65,71 +77,67 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--engine", choices=SPECULATION, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    for setting in arguments.thresholds:
-        if setting != "lossless" and not re.fullmatch(r"\d*\.?\d+", setting):
-            parser.error(f"--thresholds {setting}: neither a number nor lossless")
-    return arguments
+    return parser.parse_args()
 
 
-def measure(arguments: argparse.Namespace) -> None:
+def measure(args: argparse.Namespace) -> None:
     """One engine: a line of JSON for each setting and number of requests."""
     from vllm import LLM, SamplingParams
 
-    speculation = SPECULATION[arguments.engine]
-    if arguments.engine == "draft model":
-        speculation["speculative_config"]["model"] = arguments.checkpoint
+    speculation = SPECULATION[args.engine]
+    if args.engine == "draft model":
+        speculation["speculative_config"]["model"] = args.checkpoint
     engine = LLM(
-        arguments.checkpoint,
-        dtype=arguments.dtype,
+        args.checkpoint,
+        dtype=args.dtype,
         max_model_len=1024,
-        max_num_seqs=max(arguments.requests),
+        max_num_seqs=max(args.requests),
         block_size=32,
         generation_config="vllm",
         enable_prefix_caching=False,
         enforce_eager=True,
         **speculation,
     )
-    problems = read_problems(arguments.data, arguments.prompts)
+    problems = read_problems(args.data, args.prompts)
     chats: list[Any] = [[{"role": "user", "content": problem["question"]}] for problem in problems]
 
     def counts() -> dict[str, int]:
-        return engine.collective_rpc("mars_counts")[0] if arguments.engine == "MARS" else {"tokens": 0, "forwards": 0}
+        return engine.collective_rpc("mars_counts")[0] if args.engine == "MARS" else {"tokens": 0, "forwards": 0}
 
     def generate(count: int, setting: str, new_tokens: int) -> tuple[list[list[int]], float]:
         extra = {} if setting in ("-", "lossless") else {"mars_threshold": float(setting)}
         params = SamplingParams(temperature=0, max_tokens=new_tokens, extra_args=extra)
-        clock = time.perf_counter if arguments.clock == "wall" else time.process_time
+        clock = time.perf_counter if args.clock == "wall" else time.process_time
         start, texts = clock(), []
         for first in range(0, len(chats), count):
             outputs = engine.chat(chats[first : first + count], params, use_tqdm=False)
             texts += [list(output.outputs[0].token_ids) for output in outputs]
         return texts, clock() - start
 
-    settings = arguments.thresholds if arguments.engine == "MARS" else ["-"]
-    generate(max(arguments.requests), settings[0], 8)
-    for count in arguments.requests:
+    settings = args.thresholds if args.engine == "MARS" else ["-"]
+    generate(max(args.requests), settings[0], 8)
+    for count in args.requests:
         for setting in settings:
             before = counts()
-            texts, seconds = generate(count, setting, arguments.new_tokens)
+            texts, seconds = generate(count, setting, args.new_tokens)
             after = counts()
             row = {
-                "engine": arguments.engine,
+                "engine": args.engine,
                 "setting": setting,
                 "requests": count,
                 "seconds": seconds,
                 "texts": texts,
             }
-            if arguments.engine == "MARS":
+            if args.engine == "MARS":
                 tokens, forwards = (after[name] - before[name] for name in ("tokens", "forwards"))
                 row["tokens_per_forward"] = tokens / forwards
             print("RESULT " + json.dumps(row), flush=True)
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    if arguments.engine is not None:
-        measure(arguments)
+    args = parse_args()
+    if args.engine is not None:
+        measure(args)
         return
     rows = []
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
@@ -139,7 +147,7 @@ def main() -> None:
         rows += [json.loads(line[7:]) for line in process.stdout.splitlines() if line.startswith("RESULT ")]
     print("| requests | engine | setting | tokens/s | against AR | tokens per forward | same text as AR |")
     print("| ---: | --- | --- | ---: | ---: | ---: | ---: |")
-    for count in arguments.requests:
+    for count in args.requests:
         of_count = [row for row in rows if row["requests"] == count]
         for row in of_count:
             speeds = [sum(map(len, r["texts"])) / r["seconds"] for r in (row, of_count[0])]

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from _arguments import Distinct, positive
+from _arguments import Distinct, positive, up_to_one
 from _load import DTYPES, load_checkpoint
 from _measure import UNFINISHED, FinalAnswer, measure, refuse_open_problems
 from _problems import read_problems
@@ -27,7 +27,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--batch_size", type=positive, nargs="+", action=Distinct, default=[1, 8], help="(default: 1 8)"
     )
-    parser.add_argument("--mars_threshold", type=float, nargs="+", action=Distinct, default=[1.0, 0.95, 0.9, 0.8, 0.7])
+    parser.add_argument(
+        "--mars_threshold", type=up_to_one, nargs="+", action=Distinct, default=[1.0, 0.95, 0.9, 0.8, 0.7]
+    )
     parser.add_argument("--max_new_tokens", type=positive, default=160, help="(default: 160)")
     parser.add_argument(
         "--rounds", type=positive, default=1, help="passes over the problems for the clock (default: 1)"

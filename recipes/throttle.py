@@ -29,7 +29,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import matplotlib
-from _arguments import positive
+from _arguments import above_zero, positive, up_to_one
 from _problems import read_problems
 
 matplotlib.use("Agg")
@@ -88,6 +88,10 @@ class Load:
         phases: (seconds, requests per second) one after the other.
         new_tokens: of an answer, at most.
         period: seconds from one look of the throttle to the next.
+        answers: those of the run so far.
+        in_flight: requests that wait for theirs.
+        lock: held by whoever changes these two.
+        start: when the run began, by `time.perf_counter`.
     """
 
     server: str
@@ -95,11 +99,14 @@ class Load:
     phases: Sequence[tuple[float, float]]
     new_tokens: int
     period: float
+    answers: list[Answer] = field(init=False, default_factory=list)
+    in_flight: int = field(init=False, default=0)
+    lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    start: float = field(init=False, default=0.0)
 
     def run(self, throttle: Throttle, seed: int = 0) -> list[Answer]:
         """Send all requests, and wait for the last answer."""
-        self.answers: list[Answer] = []
-        self.in_flight, self.lock, self.start = 0, threading.Lock(), time.perf_counter()
+        self.answers, self.in_flight, self.start = [], 0, time.perf_counter()
         model = self._call("models")["data"][0]["id"]
         ended = threading.Event()
         watch = threading.Thread(target=self._watch, args=(throttle, ended))
@@ -190,17 +197,7 @@ def plot(runs: dict[str, list[Answer]], phases: Sequence[tuple[float, float]], o
     figure.savefig(output, dpi=120)
 
 
-def above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def parse_arguments() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="http://127.0.0.1:8000")
     parser.add_argument("--data", type=Path, required=True, help='JSON lines with a "question" each')
@@ -210,30 +207,33 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--phase_seconds", type=above_zero, default=15)
     parser.add_argument("--new_tokens", type=positive, default=128)
-    parser.add_argument("--highest", type=float, default=1.0, help="threshold of an idle server; 1 is autoregressive")
-    parser.add_argument("--lowest", type=float, default=0.7)
-    parser.add_argument("--step", type=float, default=0.1)
+    parser.add_argument(
+        "--highest", type=up_to_one, default=1.0, help="threshold of an idle server; 1 is autoregressive"
+    )
+    parser.add_argument("--lowest", type=up_to_one, default=0.7)
+    parser.add_argument("--step", type=above_zero, default=0.1)
     parser.add_argument("--target", type=positive, default=8, help="requests in flight")
     parser.add_argument("--period", type=above_zero, default=0.5, help="seconds from one look at the load to the next")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.lowest > args.highest:
+        parser.error(f"--lowest {args.lowest} is above --highest {args.highest}")
+    return args
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    questions = [problem["question"] for problem in read_problems(arguments.data, 64)]
-    phases = [(arguments.phase_seconds, rate) for rate in arguments.rates]
-    load = Load(arguments.server, questions, phases, arguments.new_tokens, arguments.period)
+    args = parse_args()
+    questions = [problem["question"] for problem in read_problems(args.data, 64)]
+    phases = [(args.phase_seconds, rate) for rate in args.rates]
+    load = Load(args.server, questions, phases, args.new_tokens, args.period)
     runs = {}
-    for name, lowest in (("without throttle", arguments.highest), ("with throttle", arguments.lowest)):
-        throttle = Throttle(arguments.highest, lowest, arguments.step, arguments.target)
+    for name, lowest in (("without throttle", args.highest), ("with throttle", args.lowest)):
+        throttle = Throttle(args.highest, lowest, args.step, args.target)
         try:
             runs[name] = load.run(throttle)
         except RefusedError as error:
             raise SystemExit(str(error)) from None
         except OSError as error:
-            raise SystemExit(
-                f"{arguments.server} does not answer: {error}. Start the server, or set --server."
-            ) from None
+            raise SystemExit(f"{args.server} does not answer: {error}. Start the server, or set --server.") from None
         if not runs[name]:
             raise SystemExit("The phases ended before a request was sent. Raise --rates or --phase_seconds.")
         thresholds = statistics.fmean(answer.threshold for answer in runs[name])
@@ -242,7 +242,7 @@ def main() -> None:
             f"{name}: {len(runs[name])} requests, latency median {median:.2f} s, 95% within "
             f"{percentile_95(runs[name]):.2f} s, mean threshold {thresholds:.2f}"
         )
-    plot(runs, phases, arguments.output)
+    plot(runs, phases, args.output)
 
 
 if __name__ == "__main__":

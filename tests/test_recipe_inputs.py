@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import _measure
 import benchmark_decoding
+import benchmark_vllm
 import evaluate_gsm8k
 import lossless
 import merge_adapter
@@ -138,6 +139,29 @@ def test_counts_are_above_zero(recipe, monkeypatch: pytest.MonkeyPatch, capsys):
         assert f"{flag}: '{value}' is not a whole number above 0" in capsys.readouterr().err
 
 
+FLAGS = {benchmark_decoding: "--threshold", benchmark_vllm: "--thresholds", throttle: "--lowest"}
+
+
+@pytest.mark.parametrize("recipe", [evaluate_gsm8k, lossless, benchmark_decoding, benchmark_vllm, throttle])
+def test_thresholds_are_checked_before_any_work(recipe, monkeypatch: pytest.MonkeyPatch, capsys):
+    flag, needed = FLAGS.get(recipe, "--mars_threshold"), [] if recipe is throttle else ["model"]
+    for value in ("0", "-1", "1.5", "nan", "foo"):
+        monkeypatch.setattr(sys, "argv", ["recipe", *needed, "--data", "data.jsonl", flag, value])
+        with pytest.raises(SystemExit):
+            recipe.parse_args()
+        assert f"{flag}: '{value}' is not a number in (0, 1]" in capsys.readouterr().err
+
+
+def test_a_throttle_has_a_range(monkeypatch: pytest.MonkeyPatch, capsys):
+    command = ["recipe", "--data", "data.jsonl", "--highest", "0.8"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert throttle.parse_args().lowest == 0.7
+    monkeypatch.setattr(sys, "argv", [*command, "--lowest", "0.9"])
+    with pytest.raises(SystemExit):
+        throttle.parse_args()
+    assert "--lowest 0.9 is above --highest 0.8" in capsys.readouterr().err
+
+
 def test_repeated_thresholds_are_measured_once(monkeypatch: pytest.MonkeyPatch, capsys):
     command = ["recipe", "model", "--data", "data.jsonl", "--mars_threshold", "0.9", "1", "0.9", "1.0"]
     for recipe in (evaluate_gsm8k, lossless):
@@ -238,7 +262,7 @@ def test_a_throttle_without_a_server_or_a_request_ends_in_one_line(tmp_path: Pat
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit, match=f"{server} does not answer: .*refused"):
             throttle.main()
-    for flag, value in (("--rates", "0"), ("--phase_seconds", "-1"), ("--period", "nan")):
+    for flag, value in (("--rates", "0"), ("--phase_seconds", "-1"), ("--period", "nan"), ("--step", "0")):
         monkeypatch.setattr(sys, "argv", [*command, flag, value])
         with pytest.raises(SystemExit):
             throttle.main()

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from conftest import make_tokenizer
 from decoding_models import EOS, MASK, PAD, brute_force, left_pad, random_prompts, tiny_model
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -223,7 +224,7 @@ def test_a_subclass_of_a_stock_criterion_is_asked(tau):
 
 
 def test_stop_strings_and_max_time():
-    tokenizer = pytest.importorskip("conftest").make_tokenizer()
+    tokenizer = make_tokenizer()
     model = tiny_model(vocab_size=300, eos_token_id=None)
     model.generation_config.mars_mask_token_id = 299
     letters = set(tokenizer("abcdefghijklmnopqrstuvwxyz")["input_ids"])
@@ -253,7 +254,7 @@ def test_rows_that_stop_without_any_padding_token_are_refused():
 
 
 def text_model():
-    tokenizer = pytest.importorskip("conftest").make_tokenizer()
+    tokenizer = make_tokenizer()
     model = tiny_model(vocab_size=300, eos_token_id=None)
     model.generation_config.mars_mask_token_id = 299
     return model, tokenizer, tokenizer("hello", return_tensors="pt")

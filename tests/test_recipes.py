@@ -12,7 +12,6 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj")
 QUESTION = "Tom has 37 apples. Tom buys 25 more. How many apples does Tom have now?"
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-Statistic = Callable[..., NDArray[np.float64]]
 
 
 def ratio(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:

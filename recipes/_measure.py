@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import datasets
 import evaluate
 import torch
-from paper_store import Store
+from _store import Store
 from rich.progress import track
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 

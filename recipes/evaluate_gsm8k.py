@@ -15,7 +15,7 @@ from _arguments import Distinct, positive, up_to_one
 from _load import DTYPES, load_checkpoint
 from _measure import UNFINISHED, FinalAnswer, measure, refuse_open_problems
 from _problems import read_problems
-from paper_store import Store, write_whole
+from _store import Store, write_whole
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 

@@ -22,7 +22,7 @@ from _arguments import Distinct, positive, up_to_one
 from _load import DTYPES, load_checkpoint
 from _measure import GREEDY, UNFINISHED, FinalAnswer, Run, Setting, as_batch, has_final_answer, measure
 from _problems import read_problems
-from paper_store import Store, write_whole
+from _store import Store, write_whole
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STOCK_LOOKUP = "prompt lookup"

@@ -23,6 +23,7 @@ from typing import Any
 import datasets
 import torch
 from _arguments import positive
+from _store import Store, write_whole
 from accelerate import PartialState
 from paper_measure import Bench
 from paper_plots import draw_ablation, draw_batch, draw_cost, draw_curves, draw_main
@@ -39,7 +40,6 @@ from paper_settings import (
     Row,
     Scale,
 )
-from paper_store import Store, write_whole
 from paper_systems import Lab
 from paper_tables import REFERENCE, Measured, ablation_table, batch_table, cost_table, label, rows_table
 from transformers.utils import logging

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from _arguments import Distinct, positive, up_to_one
-from paper_store import Store, write_whole
+from _store import Store, write_whole
 from paper_tables import Figure, grid
 
 from mars_hf.metrics import bootstrap_interval

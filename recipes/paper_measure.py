@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from _measure import GREEDY, as_batch, stop_ids, until_stop
+from _store import Record, Store
 from paper_settings import BATCH, SYSTEMS, Decoding, Row
-from paper_store import Record, Store
 from paper_systems import Lab, Problems
 from transformers import BatchEncoding
 

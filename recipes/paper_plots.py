@@ -8,12 +8,12 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+from _store import Record
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import ScalarFormatter
 from paper_settings import SYSTEMS, Row, mars
-from paper_store import Record
 from paper_tables import (
     REFERENCE,
     Figure,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from _store import Record
 from paper_settings import SYSTEMS, Decoding, Row
-from paper_store import Record
 
 from mars_hf.metrics import bootstrap_interval
 

@@ -22,8 +22,8 @@ import torch
 from _arguments import Distinct, positive
 from _arithmetic import make_model, make_problems, to_chat, train_tokenizer
 from _measure import FinalAnswer, Setting, measure
+from _store import Store
 from datasets import Dataset
-from paper_store import Store
 from quickstart import BATCH_SIZE, MAX_NEW_TOKENS, training_arguments
 from rich.console import Console
 from rich.table import Table

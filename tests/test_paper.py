@@ -16,9 +16,9 @@ import paper_settings
 import paper_tables
 import pytest
 import torch
+from _store import Store
 from paper_measure import Bench
 from paper_settings import MAIN, SCALES, SWEEP, SYSTEMS, Decoding, Row, fingerprint, mars
-from paper_store import Store
 from paper_systems import Lab
 from trl import SFTTrainer
 

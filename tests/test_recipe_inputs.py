@@ -26,9 +26,9 @@ import teaching_study
 import throttle
 from _measure import Run, measure
 from _problems import read_problems
+from _store import Store
 from conftest import make_model, make_tokenizer
 from datasets import Dataset, DatasetDict
-from paper_store import Store
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 RECIPES = Path(__file__).parents[1] / "recipes"

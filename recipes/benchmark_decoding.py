@@ -26,6 +26,7 @@ from _arguments import Distinct, positive, up_to_one
 from _load import DTYPES, load_checkpoint
 from _measure import GREEDY, as_batch, follow, stop_ids, until_stop
 from _problems import read_problems
+from _turns import by_turns
 from transformers import BatchEncoding, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 # Tokens per row at which c(q) is measured; between them it is interpolated.
@@ -160,12 +161,11 @@ def measure(
     """Run every setting on every batch, in turns."""
     watch, stops = Stopwatch(model), stop_ids(model)
     runs = {name: Run() for name in settings}
-    names = list(settings)
     jobs = [
-        (number, batch, names[(number + turn) % len(names)])
+        (number, batch, name)
         for number in range(-1, rounds)  # the first round is not counted
         for batch in (batches if number >= 0 else batches[:1])
-        for turn in range(len(names))
+        for name in by_turns(list(settings), number)
     ]
     for number, batch, name in follow(jobs, f"batch size {len(batches[0]['input_ids'])}, {new_tokens} new tokens"):
         watch.reset()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from _arguments import Distinct, positive
 from _problems import read_problems
+from _turns import by_turns
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
@@ -160,8 +161,7 @@ def measure(args: argparse.Namespace, kind: str, rows: list[dict[str, list[int]]
         if number >= args.warmup:
             streams = mars.data_collator(examples)["stream_ids"]
             needed, clean = needed + int((streams >= 0).sum()), clean + int((streams == 0).sum())
-        names = list(steps)
-        for name in names[number % 3 :] + names[: number % 3]:
+        for name in by_turns(list(steps), number):
             memory.reset()
             begin = time.perf_counter()
             steps[name](examples)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from _measure import GREEDY, as_batch, stop_ids, until_stop
 from _store import Record, Store
+from _turns import by_turns
 from paper_settings import BATCH, SYSTEMS, Decoding, Row
 from paper_systems import Lab, Problems
 from transformers import BatchEncoding
@@ -172,8 +173,7 @@ class Bench:
             self.generate(model, tokenizer, batches[0], decoding, block_size, scale.max_new_tokens)
         for number in range(scale.timed_rounds):
             for batch in batches:
-                for turn in range(len(BATCH)):
-                    decoding = BATCH[(number + turn) % len(BATCH)]
+                for decoding in by_turns(BATCH, number):
                     started = time.perf_counter()
                     output = self.generate(model, tokenizer, batch, decoding, block_size, scale.max_new_tokens)
                     sequences = output.sequences.tolist()  # waits for the accelerator, if there is one

@@ -87,7 +87,8 @@ def add_mask_token(
         tokenizer: is given the token if it lacks it.
         model: is given a row if it lacks it, in the input embedding and in the head, tied or not.
         mask_token: the token to use. None takes the tokenizer's own mask token, or `<|mask|>` if it has none.
-        pad_to_multiple_of: if the embedding grows, it grows to a multiple of it, which matrix units like.
+        pad_to_multiple_of: if the embedding grows, it grows to a multiple of it, which matrix units like. None where
+            an adapter is trained afterwards: PEFT, loading one, grows the base to the tokenizer's length only.
 
     Returns:
         The id of the mask token.

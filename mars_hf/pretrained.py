@@ -17,7 +17,6 @@ AUTHORS_PREFIX = "a2d-"
 AUTHORS_MASK_TOKEN = "<|mask|>"
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
-
 # Where PEFT saves the magnitudes of DoRA; transformers, loading an adapter, leaves them as they were before training.
 MAGNITUDE = ".lora_magnitude_vector"
 PEFT_PREFIX = "base_model.model."
@@ -34,7 +33,7 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
         return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs)
     origin = _adapter_origin(kwargs)
     own = kwargs.pop("adapter_kwargs", None) or {}
-    shapes = _adapter_shapes(path, origin)
+    shapes = adapter_shapes(path, origin)
     if not shapes:
         # Forcing the download of an adapter that is not there would hide what else is wrong.
         place = {k: v for k, v in origin.items() if k != "force_download"}
@@ -48,11 +47,7 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
     loaded = AutoModelForCausalLM.from_pretrained(base, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     # transformers would load the adapter into a base without the rows that training added.
-    embedding = model.get_input_embeddings()
-    place = PEFT_PREFIX + next(name for name, module in model.named_modules() if module is embedding) + "."
-    saved_rows = [shape[0] for name, shape in shapes.items() if name.startswith(place) and _is_whole(name, shape)]
-    if max(saved_rows, default=0) > embedding.weight.shape[0]:
-        model.resize_token_embeddings(max(saved_rows), mean_resizing=False)
+    grow_base(model, shapes)
     model.load_adapter(str(path), adapter_kwargs=origin)
     if has_magnitudes:
         from peft import set_peft_model_state_dict
@@ -60,6 +55,19 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
         weights = load_file(_adapter_file(path, origin))
         set_peft_model_state_dict(model, {name.removeprefix(PEFT_PREFIX): value for name, value in weights.items()})
     return loaded
+
+
+def grow_base(model: Any, shapes: dict[str, list[int]]) -> None:
+    """Give the base of an adapter the embedding rows that the adapter was trained with.
+
+    Args:
+        shapes: of the adapter's tensors by name, see `adapter_shapes`.
+    """
+    embedding = model.get_input_embeddings()
+    place = PEFT_PREFIX + next(name for name, module in model.named_modules() if module is embedding) + "."
+    saved_rows = [shape[0] for name, shape in shapes.items() if name.startswith(place) and _is_whole(name, shape)]
+    if max(saved_rows, default=0) > embedding.weight.shape[0]:
+        model.resize_token_embeddings(max(saved_rows), mean_resizing=False)
 
 
 def _has_more_rows(shapes: dict[str, list[int]], base: str, kwargs: dict[str, Any]) -> bool:
@@ -81,7 +89,7 @@ def _adapter_origin(kwargs: dict[str, Any]) -> dict[str, Any]:
     return _hub_kwargs(kwargs) | (kwargs.get("adapter_kwargs") or {})
 
 
-def _adapter_shapes(path: str | os.PathLike[str], origin: dict[str, Any]) -> dict[str, list[int]]:
+def adapter_shapes(path: str | os.PathLike[str], origin: dict[str, Any]) -> dict[str, list[int]]:
     """The shapes of an adapter's tensors by name; empty for all else."""
     if not _has_file(path, "adapter_config.json", origin):
         return {}
@@ -147,9 +155,11 @@ def _authors_mask_token_id(path: str | os.PathLike[str], kwargs: dict[str, Any])
 
 
 def recorded_entries(model: Any, path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The `mars_*` entries that a loaded model's own generation config does not have.
+    """What training recorded and a loaded model's own generation config does not have.
 
-    They are recorded beside an adapter, whose model takes the generation config of its base, or in `config.json`.
+    It stands beside an adapter, whose model takes the generation config of its base: the `mars_*` entries, and the
+    tokens that end a text and fill a row, which are those of the training. Elsewhere the mask token may stand in
+    `config.json`.
     """
     is_known = getattr(model.generation_config, "mars_mask_token_id", None) is not None
     is_adapter = _has_file(path, "adapter_config.json", _adapter_origin(kwargs))
@@ -161,6 +171,8 @@ def recorded_entries(model: Any, path: str | os.PathLike[str], kwargs: dict[str,
     except OSError:
         beside = {}
     found = {name: value for name, value in beside.items() if name.startswith("mars_")}
+    if is_adapter:
+        found |= {name: beside[name] for name in ("eos_token_id", "pad_token_id") if beside.get(name) is not None}
     mask_token_id = getattr(model.config, "mask_token_id", None)
     if not is_known and "mars_mask_token_id" not in found and mask_token_id is not None:
         found["mars_mask_token_id"] = mask_token_id

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import datasets
 import evaluate
 import torch
+from _load import as_batch
 from _store import Store
+from _turns import by_turns
 from rich.progress import track
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -85,10 +87,10 @@ def measure(
         for i in range(0, len(questions), batch_size)
     ]
     jobs = [
-        (number, batch, settings[(number + turn) % len(settings)])
+        (number, batch, setting)
         for number in range(rounds)
         for batch in batches
-        for turn in range(len(settings))
+        for setting in by_turns(settings, number)
     ]
     keys = [""] * len(jobs)
     if store is not None:
@@ -134,17 +136,6 @@ def follow(jobs: Sequence[Job], description: str) -> Iterator[Job]:
         if done * 10 // len(jobs) > (done - 1) * 10 // len(jobs):
             seconds = time.perf_counter() - started
             print(f"{description}: {done} of {len(jobs)} calls, {seconds:.0f} s", file=sys.stderr, flush=True)
-
-
-def as_batch(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> BatchEncoding:
-    """The questions as chats, padded on the left."""
-    return tokenizer.apply_chat_template(
-        [[{"role": "user", "content": question}] for question in questions],
-        add_generation_prompt=True,
-        padding=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
 
 
 def answer(

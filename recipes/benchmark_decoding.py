@@ -23,8 +23,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from _arguments import Distinct, positive, up_to_one
-from _load import DTYPES, load_checkpoint
-from _measure import GREEDY, as_batch, follow, stop_ids, until_stop
+from _load import DTYPES, as_batch, load_checkpoint
+from _measure import GREEDY, follow, stop_ids, until_stop
 from _problems import read_problems
 from _turns import by_turns
 from transformers import BatchEncoding, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from _arguments import positive, up_to_one
-from _load import DTYPES, load_checkpoint
-from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
+from _load import DTYPES, as_batch, load_checkpoint
+from transformers import TextStreamer
 
 
 def parse_args() -> argparse.Namespace:
@@ -45,25 +45,13 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return [line for line in text.split("\n") if line.strip()]
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], raw: bool) -> BatchEncoding:
-    """A left-padded batch."""
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if raw or not tokenizer.chat_template:
-        return tokenizer(prompts, padding=True, return_tensors="pt")
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    return tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
-    )
-
-
 def main() -> None:
     args = parse_args()
     prompts = read_prompts(args)
     if not prompts:
         sys.exit("No prompt given.")
     model, tokenizer = load_checkpoint(args.model, args.dtype)
-    inputs = encode(tokenizer, prompts, args.raw).to(model.device)
+    inputs = as_batch(tokenizer, prompts, args.raw).to(model.device)
     one = len(prompts) == 1
     started = time.perf_counter()
     output = model.generate(

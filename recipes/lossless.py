@@ -19,8 +19,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 import torch
 from _arguments import Distinct, positive, up_to_one
-from _load import DTYPES, load_checkpoint
-from _measure import GREEDY, UNFINISHED, FinalAnswer, Run, Setting, as_batch, has_final_answer, measure
+from _load import DTYPES, as_batch, load_checkpoint
+from _measure import GREEDY, UNFINISHED, FinalAnswer, Run, Setting, has_final_answer, measure
 from _problems import read_problems
 from _store import Store, write_whole
 from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -11,10 +11,11 @@ import json
 from pathlib import Path
 
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
 
 from mars_hf import add_mask_token, get_mars_model
+from mars_hf.pretrained import adapter_shapes, grow_base
 
 
 def initial_row(base: str, tokenizer_path: Path, dtype: str, seed: int) -> torch.Tensor:
@@ -44,10 +45,15 @@ def main() -> None:
             "adapter of `SFTTrainer`, PEFT's own `merge_and_unload` will do."
         )
     tokenizer = AutoTokenizer.from_pretrained(args.adapter)
-    model = AutoPeftModelForCausalLM.from_pretrained(args.adapter, dtype=args.dtype).eval()
+    origin = PeftConfig.from_pretrained(args.adapter)
+    base_name = origin.base_model_name_or_path
+    base = AutoModelForCausalLM.from_pretrained(base_name, revision=origin.revision, dtype=args.dtype)
+    # PEFT's own loading grows it to the tokenizer's length, which is less than some adapters were trained with.
+    grow_base(base, adapter_shapes(args.adapter, {}))
+    model = PeftModel.from_pretrained(base, args.adapter).eval()
     generation_config = GenerationConfig.from_pretrained(args.adapter)
     mask = generation_config.mars_mask_token_id
-    before = initial_row(model.get_base_model().config._name_or_path, args.adapter, args.dtype, args.seed)
+    before = initial_row(base_name, args.adapter, args.dtype, args.seed)
     ids = torch.tensor([[*tokenizer(args.text)["input_ids"], *[mask] * (generation_config.mars_block_size - 1)]])
     expected = model(ids).logits
 

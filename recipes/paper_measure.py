@@ -7,7 +7,8 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from _measure import GREEDY, as_batch, stop_ids, until_stop
+from _load import as_batch
+from _measure import GREEDY, stop_ids, until_stop
 from _store import Record, Store
 from _turns import by_turns
 from paper_settings import BATCH, SYSTEMS, Decoding, Row

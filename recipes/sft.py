@@ -131,6 +131,11 @@ def load_tokenizer(model_args: ModelConfig, training_args: MarsSFTConfig) -> Pre
     )
 
 
+def resume_point(value: str | bool | None) -> str | bool | None:
+    """What `train` takes for --resume_from_checkpoint: a path, or True for the last checkpoint of the output."""
+    return {"true": True, "false": False}.get(str(value).lower(), value)
+
+
 def main() -> None:
     parser = TrlParser((ScriptArguments, MarsSFTConfig, ModelConfig, DatasetMixtureConfig, ColumnArguments))
     script_args, training_args, model_args, mixture_args, columns = parser.parse_args_and_config()
@@ -156,7 +161,7 @@ def main() -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume_point(training_args.resume_from_checkpoint))
     trainer.save_model()
     trainer.save_state()
     trainer.accelerator.print(f"Model and tokenizer saved to {training_args.output_dir}.")

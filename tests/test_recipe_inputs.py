@@ -24,12 +24,18 @@ import quickstart
 import sft
 import teaching_study
 import throttle
+import torch
+from _load import as_batch
 from _measure import Run, measure
 from _problems import read_problems
 from _store import Store
-from conftest import make_model, make_tokenizer
+from conftest import SMALL, make_model, make_tokenizer
 from datasets import Dataset, DatasetDict
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
+
+from mars_hf import MarsSFTConfig, MarsSFTTrainer, add_mask_token
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 ROW = {"question": "a\u2028b\u0085c?", "answer": "#### 1"}
@@ -113,6 +119,56 @@ def test_sft_leaves_only_prompt_and_completion():
     rows = Dataset.from_list([{**ROW, "text": "elsewhere"}])
     (row,) = sft.to_prompt_completion(rows, "question", "answer", chat=False)
     assert row == {"prompt": ROW["question"], "completion": ROW["answer"]}
+
+
+def test_sft_resumes_from_the_last_checkpoint_or_from_a_path():
+    assert [sft.resume_point(value) for value in ("true", "True", True, "false", None)] == [
+        True,
+        True,
+        True,
+        False,
+        None,
+    ]
+    assert sft.resume_point("out/checkpoint-3") == "out/checkpoint-3"
+
+
+def test_an_adapter_of_a_padded_embedding_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 261})).save_pretrained(tmp_path / "base")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "base"), make_tokenizer()
+    add_mask_token(tokenizer, model)  # to 320 rows
+    quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
+    trainer = MarsSFTTrainer(
+        model,
+        MarsSFTConfig(str(tmp_path / "adapter"), max_steps=1, learning_rate=0.1, **quiet),
+        train_dataset=Dataset.from_list([{"prompt": "hi", "completion": " -> ih"}] * 3),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    trainer.save_model()
+    arguments = ["recipe", str(tmp_path / "adapter"), "--output_dir", str(tmp_path / "merged")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    merge_adapter.main()
+    assert "Mask token <|mask|> (id 261)" in capsys.readouterr().out
+    ids = torch.tensor([[70, 71, 261, 261, 72]])
+    with torch.no_grad():
+        expected = trainer.model.eval()(ids).logits
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_prompts_are_plain_text_where_no_template_is():
+    tokenizer = make_tokenizer()
+    tokenizer.padding_side = "left"
+    prompts = ["hi", "a longer one"]
+    chats = as_batch(tokenizer, prompts)
+    raw = as_batch(tokenizer, prompts, raw=True)
+    tokenizer.chat_template = tokenizer.pad_token = None
+    plain = as_batch(tokenizer, prompts)
+    assert tokenizer.batch_decode(plain["input_ids"], skip_special_tokens=True) == prompts
+    assert plain["attention_mask"].sum(-1).tolist() == [len(tokenizer(prompt).input_ids) for prompt in prompts]
+    assert plain["attention_mask"].tolist() == raw["attention_mask"].tolist()
+    assert chats["input_ids"].shape[1] > plain["input_ids"].shape[1]
 
 
 def test_final_answers_are_read_as_the_metric_reads_them():

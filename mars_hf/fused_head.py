@@ -1,5 +1,7 @@
 """TRL's fused LM head on the scored positions only: what no target follows is never multiplied with the vocabulary.
 
+Also what `SFTTrainer` does with a loss that comes from it.
+
 Shapes: N rows of a batch, T tokens of a two-stream sequence.
 """
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl import SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 
@@ -82,6 +85,26 @@ def score_targets(
         label_mask=scored.to(device),
         aux_loss=None if routed is None else _router_loss(base_model.config, router_logits, routed),
     )
+
+
+def finish_loss(trainer: SFTTrainer, loss: Tensor, aux_loss: Tensor | None, num_items_in_batch: Any) -> Tensor:
+    """What `SFTTrainer` makes of the loss of a batch before the backward pass; logs the router's.
+
+    Args:
+        loss: divided by `num_items_in_batch`, or where that is None by the targets of the batch.
+        aux_loss: the loss of the router, None for a model without.
+        num_items_in_batch: the targets of every process and all accumulated batches, or None.
+    """
+    # DDP averages the gradients, and that count is over all processes.
+    if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
+        loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
+    if aux_loss is None:
+        return loss
+    mean = trainer.accelerator.gather_for_metrics(aux_loss.detach()).mean().item()
+    trainer._metrics["train" if trainer.model.training else "eval"]["aux_loss"].append(mean)
+    # A mean over the micro-batch, so accumulation takes the mean of these.
+    steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+    return loss + trainer.router_aux_loss_coef * aux_loss.to(loss.device) / steps
 
 
 def _router_loss(config: PreTrainedConfig, router_logits: tuple[Tensor, ...], routed: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import GenerationConfig
 
 from .bundle import write_bundle
-from .model_card import CardFacts, add_tags, is_mars_card, make_card
+from .model_card import CardFacts, add_tags, is_mars_card, keep_results, make_card
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +123,18 @@ def finish_card(model: Any, folder: str | os.PathLike[str], repo_id: str) -> Non
     card.save(path)
 
 
-def write_trainer_card(trainer: Any, dataset_name: str | None, name: str | None) -> None:
+def read_card(folder: str | os.PathLike[str]) -> ModelCard | None:
+    """The model card of a folder, if it is one of a MARS checkpoint."""
+    path = Path(folder, CARD)
+    card = ModelCard.load(path) if path.is_file() else None
+    return card if card is not None and is_mars_card(card) else None
+
+
+def write_trainer_card(trainer: Any, dataset_name: str | None, name: str | None, earlier: ModelCard | None) -> None:
     """Write the card and the `custom_generate` folder into a trainer's output folder, over the card that TRL wrote.
 
-    Of TRL's card the tags stay, and the part from the training procedure on.
+    Of TRL's card the tags stay, and the part from the training procedure on; of an earlier card of the same weights,
+    what was measured.
     """
     folder = trainer.args.output_dir
     written = ModelCard.load(Path(folder, CARD))
@@ -146,7 +154,10 @@ def write_trainer_card(trainer: Any, dataset_name: str | None, name: str | None)
         training=_logged(trainer.state.log_history),
         tail=heading + rest,
     )
-    make_card(facts).save(Path(folder, CARD))
+    card = make_card(facts)
+    if earlier is not None:
+        keep_results(card, earlier)
+    card.save(Path(folder, CARD))
     write_bundle(folder)
 
 

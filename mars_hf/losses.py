@@ -7,6 +7,7 @@ S is the set of supervised targets; every one of them is scored once in the clea
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ def mars_loss(
     if loss_type == "dft":
         token_losses = token_losses * log_probs.detach().exp()
     weights = torch.where(stream == MASKED, mask_weight, ar_weight)
-    return (token_losses * weights).sum() / torch.as_tensor(num_targets).clamp(min=1)
+    return (token_losses * weights).sum() / torch.as_tensor(num_targets, device=log_probs.device).clamp(min=1)
 
 
 def count_within_block(flag: Tensor, layout: Layout) -> Tensor:
@@ -134,15 +135,19 @@ def stream_sums(
     return {name: value.float() for name, value in sums.items()}
 
 
-def stream_metrics(sums: dict[str, float], block_size: int) -> dict[str, float]:
-    """The metrics that training logs, from `stream_sums` as numbers. A mean over nothing is left out."""
+def stream_metrics(sums: Mapping[str, float], block_size: int) -> dict[str, float]:
+    """The metrics that training logs, from `stream_sums` as numbers. A mean of or over nothing is left out."""
     pairs = {
         "ar_loss": ("ar_nll", "targets"),
         "mask_loss": ("mask_nll", "targets"),
         "mask_accuracy": ("mask_correct", "targets"),
         **{f"mask_accuracy/depth_{k}": (f"correct/depth_{k}", f"targets/depth_{k}") for k in range(1, block_size + 1)},
     }
-    metrics = {name: sums[part] / sums[whole] for name, (part, whole) in pairs.items() if sums[whole] > 0}
-    if sums["run_blocks"] > 0:
+    metrics = {
+        name: sums[part] / sums[whole]
+        for name, (part, whole) in pairs.items()
+        if part in sums and sums.get(whole, 0) > 0
+    }
+    if sums.get("run_blocks", 0) > 0:
         metrics[f"tokens_per_forward@{RUN_THRESHOLD}"] = 1 + sums["run"] / sums["run_blocks"]
     return metrics

@@ -175,6 +175,18 @@ def record_results(
     card.save(path)
 
 
+def keep_results(card: ModelCard, earlier: ModelCard) -> None:
+    """Put what `record_results` wrote into an earlier card into a new one, which takes its place."""
+    _, heading, after = earlier.text.partition(f"{MEASURED}\n")
+    if not heading:
+        return
+    tables, _, _ = after.partition("\n## ")
+    card.text = f"{card.text.rstrip()}\n\n{heading}{tables.rstrip()}\n"
+    data: Any = card.data
+    data.model_name = data.model_name or earlier.data.get("model_name")
+    data.eval_results = earlier.data.get("eval_results")
+
+
 def _read_row(row: Mapping[str, Any]) -> tuple[str, float, float | None]:
     if "setting" not in row or "tokens_per_forward" not in row:
         raise ValueError(f"A result needs `setting` and `tokens_per_forward`, got {sorted(row)}.")

@@ -12,6 +12,7 @@ from .checks import check_count
 from .class_swap import swap_class
 from .generation import MarsGenerationMixin
 from .hub import MarsCheckpointMixin, base_model
+from .mask_token import record_mask_token
 from .pretrained import load_checkpoint, recorded_entries
 
 
@@ -49,11 +50,13 @@ def get_mars_model(model: Any, mask_token_id: int | None = None, block_size: int
     swap_class(base, MarsCheckpointMixin, MarsGenerationMixin)
     if base is not model:
         swap_class(model, MarsCheckpointMixin)
-    for name, value in (("mars_mask_token_id", mask_token_id), ("mars_block_size", block_size)):
-        if value is not None:
-            setattr(base.generation_config, name, value)
-            # A generation config that was derived from the model config drops custom entries when it is saved.
-            base.generation_config._from_model_config = False
+    if mask_token_id is not None:
+        record_mask_token(base, mask_token_id)
+    if block_size is not None:
+        base.generation_config.mars_block_size = block_size
+    if mask_token_id is not None or block_size is not None:
+        # A generation config that was derived from the model config drops custom entries when it is saved.
+        base.generation_config._from_model_config = False
     return model
 
 

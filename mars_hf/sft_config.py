@@ -94,6 +94,10 @@ class MarsSFTConfig(SFTConfig):
                 f"got {self.mars_block_curriculum!r}."
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """As `SFTConfig` does, which takes whatever ends in `_token` for a secret: the mask token is none."""
+        return {**super().to_dict(), "mars_mask_token": self.mars_mask_token}
+
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: `Trainer` writes its arguments into every checkpoint, and a token must not travel along."""
         return {**self.__dict__, "hub_token": None}

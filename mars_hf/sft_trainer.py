@@ -26,8 +26,8 @@ from trl.trainer.utils import get_config_model_id
 from .clean_batch import clean_batch
 from .collator import DataCollatorForMars
 from .end_of_turn import record_end_of_turn
-from .fused_head import make_head_readable, score_targets
-from .hub import base_model, make_savable, write_trainer_card
+from .fused_head import finish_loss, make_head_readable, score_targets
+from .hub import base_model, make_savable, read_card, write_trainer_card
 from .loading import give_mask_token, init_kwargs_used_up, load_model, load_tokenizer
 from .losses import mars_loss
 from .mask_token import find_mask_token, note_mask_trained, record_mask_token
@@ -43,7 +43,7 @@ from .refusals import (
     refuse_processor,
 )
 from .sft_config import MarsSFTConfig, as_mars_config, block_size_at
-from .stream_log import clean_stream_logged, log_streams
+from .stream_log import clean_stream_logged, log_streams, put_stream_metrics
 from .streams import batch_layout, clean_rows
 from .tiled_attention import tiled
 
@@ -95,6 +95,9 @@ class MarsSFTTrainer(SFTTrainer):
     ):
         args = as_mars_config(args, model if isinstance(model, str) else get_config_model_id(model.config))
         self._has_masked_stream = args.mars_mask_weight > 0
+        self._card_step: int | None = None
+        # By mode: what `log` makes the metrics of both streams from.
+        self._stream_totals: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
         if not self._has_masked_stream:
             # The tags and the name that a card gives to the model.
             self._tag_names, self._name = SFTTrainer._tag_names, SFTTrainer._name  # type: ignore[misc]
@@ -166,6 +169,8 @@ class MarsSFTTrainer(SFTTrainer):
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             dense_mask=False,
         )
+        # The first token of a row is never scored, whatever a model's own loss does with it, so it is not counted.
+        self._loss_shifts_labels = True
         make_head_readable(base_model(self.model).get_output_embeddings())
         record_mask_token(base_model(self.model), self._mask_token_id)
         generation_config = base_model(self.model).generation_config
@@ -177,9 +182,14 @@ class MarsSFTTrainer(SFTTrainer):
         get_mars_model(self.model)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        if not (self._has_masked_stream and self.is_world_process_zero()):
+            super().create_model_card(model_name, dataset_name, tags)
+            return
+        # What was measured since the last card was written is true as long as no step was taken.
+        earlier = read_card(self.args.output_dir) if self._card_step == self.state.global_step else None
         super().create_model_card(model_name, dataset_name, tags)
-        if self._has_masked_stream and self.is_world_process_zero():
-            write_trainer_card(self, dataset_name, model_name)
+        write_trainer_card(self, dataset_name, model_name, earlier)
+        self._card_step = self.state.global_step
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -250,18 +260,22 @@ class MarsSFTTrainer(SFTTrainer):
             self.args.mars_ar_weight,
             self.args.loss_type,
         )
-        # As in `SFTTrainer`: `num_items_in_batch` counts the targets of every rank, and DDP averages the gradients.
-        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
-        if self.aux_loss_enabled:
-            # As in `SFTTrainer`: a mean over the micro-batch, so accumulation takes the mean of these.
-            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss.to(loss.device) / steps
+        loss = finish_loss(self, loss, outputs.aux_loss, num_items_in_batch)
         log_streams(self, outputs, scored, self.args.mars_block_size, self._mask_token_id)
         if not return_outputs:
             return loss
         with torch.no_grad():
             return loss, model(**self._clean_inputs(inputs), use_cache=False)
+
+    def evaluation_loop(self, *args, **kwargs):
+        # `predict` logs nothing, and what it met is no part of the next evaluation.
+        self._metrics["eval"].clear()
+        self._stream_totals["eval"].clear()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def log(self, *args, **kwargs):
+        put_stream_metrics(self)
+        super().log(*args, **kwargs)
 
     def _attention(self) -> AbstractContextManager[None]:
         return tiled(base_model(self.model)) if self._has_masked_stream else nullcontext()

@@ -34,10 +34,7 @@ def log_streams(
     if trainer.model.training:
         trainer._total_train_tokens += int(total["tokens"]) // trainer._tp_size
     metrics["num_tokens"] = [trainer._total_train_tokens]
-    if trainer.aux_loss_enabled:
-        metrics["aux_loss"].append(trainer.accelerator.gather_for_metrics(outputs.aux_loss.detach()).mean().item())
-    for name, value in stream_metrics(total, block_size).items():
-        metrics[name].append(value)
+    _add(trainer, total)
 
 
 @contextmanager
@@ -56,9 +53,31 @@ def clean_stream_logged(trainer: SFTTrainer, model: nn.Module) -> Iterator[None]
     scores = next((output for output in outputs if getattr(output, "log_probs", None) is not None), None)
     if scores is None:
         return
-    total = _over_processes(trainer, {"nll": -scores.log_probs.detach().sum(), "targets": scores.label_mask.sum()})
-    if total["targets"] > 0:
-        _metrics(trainer)["ar_loss"].append(total["nll"] / total["targets"])
+    sums = {"ar_nll": -scores.log_probs.detach().sum(), "targets": scores.label_mask.sum()}
+    _add(trainer, _over_processes(trainer, sums))
+
+
+def put_stream_metrics(trainer: SFTTrainer) -> None:
+    """Put what was added since it was last called into the metrics that the trainer is about to log.
+
+    A mean is over all tokens, or all blocks, however they were spread over batches; `SFTTrainer` takes the mean of its
+    own over batches.
+    """
+    totals = _totals(trainer)
+    for name, value in stream_metrics(totals, trainer.args.mars_block_size).items():
+        _metrics(trainer)[name] = [value]
+    totals.clear()
+
+
+def _add(trainer: SFTTrainer, sums: dict[str, float]) -> None:
+    totals = _totals(trainer)
+    for name, value in sums.items():
+        totals[name] = totals.get(name, 0.0) + value
+
+
+def _totals(trainer: SFTTrainer) -> dict[str, float]:
+    """The sums over what was trained on, or evaluated, since the last log."""
+    return trainer._stream_totals[_mode(trainer)]
 
 
 def _over_processes(trainer: SFTTrainer, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -67,4 +86,8 @@ def _over_processes(trainer: SFTTrainer, sums: dict[str, Tensor]) -> dict[str, f
 
 
 def _metrics(trainer: SFTTrainer) -> dict[str, Any]:
-    return trainer._metrics["train" if trainer.model.training else "eval"]
+    return trainer._metrics[_mode(trainer)]
+
+
+def _mode(trainer: SFTTrainer) -> str:
+    return "train" if trainer.model.training else "eval"

@@ -130,4 +130,5 @@ def test_large_blocks_equal_the_definition(tmp_path, attention, size):
     expected = oracle_loss(model, examples, size, phases_of(batch), mask_id=trainer.processing_class.mask_token_id)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert_same_gradients(actual, gradients(model, expected))
-    assert "mask_accuracy/depth_17" in trainer._metrics["train"]
+    trainer.log({})
+    assert "mask_accuracy/depth_17" in trainer.state.log_history[-1]

@@ -33,6 +33,8 @@ from transformers import (
     FalconConfig,
     FalconForCausalLM,
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
     GPTNeoXConfig,
@@ -505,6 +507,44 @@ def test_evaluation(tmp_path):
     torch.testing.assert_close(torch.tensor(seen[1].predictions), torch.tensor(seen[0].predictions))
 
 
+def test_metrics_of_the_streams_are_means_over_the_data_however_it_is_batched(tmp_path):
+    options = {"mars_block_size": 3, "data": KINDS["text"][0]}
+    rows = Dataset.from_list(TEXT)
+
+    def of_streams(log):
+        return {
+            name: value for name, value in log.items() if any(part in name for part in ("ar_loss", "mask", "forward"))
+        }
+
+    evaluated = []
+    for size in (1, 2, 5):
+        trainer = make_trainer(tmp_path, eval_dataset=rows, per_device_eval_batch_size=size, **options)
+        if size == 2:
+            trainer.predict(trainer.eval_dataset.select([0]))
+        evaluated.append(of_streams(trainer.evaluate()))
+    assert len(evaluated[0]) >= 6
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
+    assert evaluated[2] == pytest.approx(evaluated[0], rel=1e-5)
+    trained = []
+    for size, steps in ((5, 1), (1, 5)):
+        _, [log] = train(
+            make_trainer(
+                tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=steps, **ONE_STEP, **options
+            )
+        )
+        trained.append(of_streams(log))
+        assert log["loss"] == pytest.approx(log["ar_loss"] + log["mask_loss"], rel=1e-5)
+    assert trained[1] == pytest.approx(trained[0], rel=1e-5)
+    assert trained[0] == pytest.approx({k.removeprefix("eval_"): v for k, v in evaluated[0].items()}, rel=1e-5)
+
+
+def test_every_target_counts_where_a_model_has_no_loss_that_shifts(tmp_path):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=272, n_embd=32, n_layer=2, n_head=4, n_positions=256))
+    _, [log] = train(make_trainer(tmp_path, model, data=TEXT, mars_block_size=3, **ONE_STEP))
+    assert log["loss"] == pytest.approx(log["ar_loss"] + log["mask_loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_metrics_may_ask_for_the_inputs(tmp_path, batched):
     seen = []
@@ -827,7 +867,9 @@ def test_a_mask_token_is_new_until_it_was_trained(tmp_path):
     frozen.get_input_embeddings().requires_grad_(False)
     with pytest.raises(ValueError, match="embedding is frozen"):
         make_trainer(tmp_path, frozen, mars_block_size=3)
-    for untrained in (full, make_trainer(tmp_path, full, mars_block_size=3).model):
+    # Decoding with it, to measure it before training say, teaches it nothing.
+    told = get_mars_model(make_model(), mask_token_id=261, block_size=3)
+    for untrained in (full, make_trainer(tmp_path, full, mars_block_size=3).model, told):
         trainer = make_trainer(tmp_path, untrained, **adapter)
         assert trainer.model.peft_config["default"].trainable_token_indices == rows
     # An adapter takes what it has learned along when it is unloaded.
@@ -1147,3 +1189,12 @@ def test_without_masked_stream_nothing_is_refused(tmp_path):
 def test_config_values(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **options)
+
+
+def test_config_survives_a_dictionary(tmp_path):
+    for token in (None, "<|slot|>"):
+        args = MarsSFTConfig(str(tmp_path), **QUIET, mars_mask_token=token, mars_block_size=8)
+        entries = {name: value for name, value in args.to_dict().items() if name.startswith("mars_")}
+        again = MarsSFTConfig(str(tmp_path), **QUIET, **entries)
+        assert (again.mars_mask_token, again.mars_block_size) == (token, 8)
+        assert json.loads(args.to_json_string())["mars_mask_token"] == token

@@ -18,7 +18,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
 from ..checks import check_count
-from ..fused_head import score_targets
+from ..fused_head import finish_loss, score_targets
 from ..loading import give_mask_token, init_kwargs_used_up, load_model, load_tokenizer
 from ..mask_token import find_mask_token
 from ..masks import CLEAN, PADDING, stream_layout
@@ -62,6 +62,10 @@ class BlockDiffusionConfig(SFTConfig):
                 raise ValueError(f"Block diffusion trains on padded rows only. Set `{name}=False`.")
         if self.loss_type not in (None, "nll"):
             raise ValueError(f"Block diffusion has its own loss. Leave `loss_type` at 'nll', got {self.loss_type!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `SFTConfig` does, which takes whatever ends in `_token` for a secret: the mask token is none."""
+        return {**super().to_dict(), "mask_token": self.mask_token}
 
 
 @dataclass
@@ -228,18 +232,11 @@ class BlockDiffusionTrainer(SFTTrainer):
         if num_targets is None:
             num_targets = (inputs["labels"] != -100).sum()
         loss = block_diffusion_loss(outputs.log_probs, is_masked, inputs["noise_level"], num_targets)
-        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        if self.aux_loss_enabled:
-            # As in `SFTTrainer`: a mean over the micro-batch, so accumulation takes the mean of these.
-            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss.to(loss.device) / steps
-            metrics["aux_loss"].append(self.accelerator.gather_for_metrics(outputs.aux_loss.detach()).mean().item())
+        loss = finish_loss(self, loss, outputs.aux_loss, num_items_in_batch)
         sums = torch.stack([(outputs.is_top1.bool() & is_masked).sum(), is_masked.sum()]).float()
         correct, masked = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
         if masked > 0:
-            metrics["mask_accuracy"].append(correct / masked)
+            self._metrics["train" if self.model.training else "eval"]["mask_accuracy"].append(correct / masked)
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

@@ -25,6 +25,7 @@ from huggingface_hub import ModelCard
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -334,6 +335,23 @@ def test_measured_figures_go_into_the_card(saved: Saved, tmp_path: Path):
             record_results(tmp_path, "gsm8k", [row])
 
 
+def test_measured_figures_stay_as_long_as_the_weights_do(tmp_path: Path):
+    trainer = train(MODELS["qwen2"], tmp_path)
+    record_results(tmp_path, "openai/gsm8k", [{"setting": 0.9, "tokens_per_forward": 1.731, "accuracy": 0.48}])
+    trainer.create_model_card(model_name="other")  # as `push_to_hub` does
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.model_name == "other"
+    assert "| 0.9 | 1.73 | 48.0% |" in card.text
+    assert card.text.count("## Measured") == card.text.count("## Training procedure") == 1
+    assert len(card.data.eval_results) == 2
+    trainer.args.max_steps = 2
+    trainer.train()
+    trainer.create_model_card(model_name="other")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "## Measured" not in card.text
+    assert not card.data.eval_results
+
+
 def test_a_folder_is_no_base_model(saved: Saved, tmp_path: Path):
     model = get_mars_model(MODELS["qwen2"](), mask_token_id=261, block_size=3)
     wanted = {str(tmp_path / "gone"): None, "../gone": None, "a/b/c": None, "owner/base": "owner/base", "gpt2": "gpt2"}
@@ -403,6 +421,12 @@ def test_adapter(adapter: Saved, tmp_path: Path):
     expected = trained.generate(**inputs, **options)
     loaded = AutoMarsModelForCausalLM.from_pretrained(adapter.folder)
     assert (loaded.generation_config.mars_mask_token_id, loaded.generation_config.mars_block_size) == (261, 3)
+    # What ends a text and fills a row is that of the training, not of the base.
+    tokenizer, base = make_tokenizer(), GenerationConfig.from_pretrained(adapter.folder.parent / "base")
+    stops = loaded.generation_config.eos_token_id
+    assert tokenizer.eos_token_id in stops
+    assert stops == trained.generation_config.eos_token_id != base.eos_token_id
+    assert loaded.generation_config.pad_token_id == tokenizer.pad_token_id != base.pad_token_id
     assert torch.equal(loaded.generate(**inputs, **options), expected)
     assert type(trained).__name__ == "PeftModelForCausalLM"
     trained.save_pretrained(tmp_path)

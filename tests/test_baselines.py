@@ -280,6 +280,20 @@ def test_sampler_bans_the_mask_token_and_cuts_at_the_limit():
     assert MASK not in output.sequences
 
 
+def test_sampler_stays_within_the_positions_that_a_model_has():
+    # The shorter prompt begins in a block before, and goes on when the longer one's last block is full.
+    prompts = left_pad(random_prompts([7, 8], seed=2))
+    options = {"mask_token_id": MASK, "block_size": 4, "max_new_tokens": 4, "eos_token_id": []}
+    outputs = [
+        block_diffusion_generate(tiny_model("gpt2", seed=1, n_positions=limit), **prompts, **options).sequences.shape
+        for limit in (12, 64)
+    ]
+    assert outputs == [(2, 12)] * 2
+    # The last block is filled to its end.
+    with pytest.raises(ValueError, match=r"take 12 positions, and the model has 11"):
+        block_diffusion_generate(tiny_model("gpt2", n_positions=11), **prompts, **{**options, "max_new_tokens": 3})
+
+
 BAD = {
     "max_new_tokens": {"max_new_tokens": 0},
     "block_size": {"block_size": 0},

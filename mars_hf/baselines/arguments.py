@@ -18,9 +18,16 @@ from ..outputs import MarsGenerateOutput
 
 
 def check_prompts(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    max_new_tokens: int,
+    block_size: int = 1,
 ) -> Tensor:
     """The prompts' mask, bool (N, P), True where there is a token.
+
+    Args:
+        block_size: a block that the text begins is computed to its end.
 
     Raises:
         ValueError: for prompts that are empty, padded on the right or with holes, and for a reply of no token or one
@@ -35,7 +42,9 @@ def check_prompts(
     mask = mask.bool()
     if not bool(mask[:, -1].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ValueError("The prompts must be padded on the left only. Set `tokenizer.padding_side = 'left'`.")
-    refuse_positions(model.config.get_text_config(), mask.sum(-1).tolist(), max_new_tokens)
+    lengths = mask.sum(-1).tolist()
+    missing = -(max(lengths) + max_new_tokens) % block_size
+    refuse_positions(model.config.get_text_config(), lengths, max_new_tokens + missing)
     return mask
 
 

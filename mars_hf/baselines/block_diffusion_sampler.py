@@ -61,8 +61,8 @@ def block_diffusion_generate(
     Raises:
         ValueError: for arguments out of range, right-padded prompts, and prompts with [MASK]s, which would be filled.
     """
-    prompt_mask = check_prompts(model, input_ids, attention_mask, max_new_tokens)
     check_count("block_size", block_size, 1)
+    prompt_mask = check_prompts(model, input_ids, attention_mask, max_new_tokens, block_size)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
         raise ValueError(f"`threshold` must be in (0, 1], got {threshold!r}.")
     stops = end_tokens(model, eos_token_id, input_ids.device)
@@ -97,13 +97,17 @@ class BlockSampler:
         self.begin = int(self.whole.max())  # the column where the block that is being filled starts
         blocks = int((lengths - self.whole).max()) + max_new_tokens + block_size - 1
         width = self.begin + blocks // block_size * block_size
-        position = torch.arange(width, device=input_ids.device) - (self.begin - self.whole)[:, None]
-        self.key_mask, self.position = position >= 0, position.clamp(min=0)
+        shift = self.begin - self.whole
+        self.first = lengths + shift  # the column of each row's first new token
+        position = torch.arange(width, device=input_ids.device) - shift[:, None]
+        # Other rows may go on when a row's last block is full, and its model may have no positions behind that.
+        last = (lengths + max_new_tokens + block_size - 1) // block_size * block_size - 1
+        self.key_mask, self.position = position >= 0, position.clamp(min=0).minimum(last[:, None])
         in_prompt = self.key_mask & (position < lengths[:, None])
         self.tokens = torch.full_like(position, mask_token_id)
         self.tokens[in_prompt] = input_ids[prompt_mask]
         self.tokens[~self.key_mask] = 0 if mask_token_id else 1
-        self.lengths, self.max_new_tokens, self.cached = lengths, max_new_tokens, 0
+        self.max_new_tokens, self.cached = max_new_tokens, 0
         self.ended = torch.zeros_like(lengths, dtype=torch.bool)
         self.cache = MarsCache()
         self.cache.start(len(lengths), input_ids.device)
@@ -111,16 +115,11 @@ class BlockSampler:
     def done(self, stops: Tensor | None) -> bool:
         """Whether no row needs another block; notes which rows are full, or have an end token in their full blocks."""
         column = torch.arange(self.begin, device=self.tokens.device)
-        first = self.begin_of_reply()
-        self.ended = self.begin >= first + self.max_new_tokens
+        self.ended = self.begin >= self.first + self.max_new_tokens
         if stops is not None:
-            is_end = torch.isin(self.tokens[:, : self.begin], stops) & (column >= first[:, None])
+            is_end = torch.isin(self.tokens[:, : self.begin], stops) & (column >= self.first[:, None])
             self.ended = self.ended | is_end.any(-1)
         return bool(self.ended.all())
-
-    def begin_of_reply(self) -> Tensor:
-        """(N,) the column of each row's first new token."""
-        return self.lengths + (self.position.shape[1] - 1 - self.position[:, -1])
 
     def fill_block(self, threshold: float) -> list[Tensor]:
         """Fill the current block of the rows that have not ended: positions (N,) that each forward filled."""
@@ -176,5 +175,5 @@ class BlockSampler:
 
     def replies(self) -> Tensor:
         """(N, max_new_tokens) what follows each prompt; [MASK]s where a row had ended."""
-        columns = self.begin_of_reply()[:, None] + torch.arange(self.max_new_tokens, device=self.tokens.device)
+        columns = self.first[:, None] + torch.arange(self.max_new_tokens, device=self.tokens.device)
         return self.tokens.gather(1, columns)

@@ -135,6 +135,7 @@ class MarsCache(Cache):
         cursor: (R,) int64, how many slots of each buffer row hold committed tokens.
         host_cursor: the same on the host.
         hidden: leading slots whose tokens were given as embeddings only.
+        longest: slots that the longest text took that any of its tokens were written with.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ class MarsCache(Cache):
         self.order: list[int] = []
         self.host_cursor: list[int] = []
         self.cursor = torch.empty(0, dtype=torch.long, device="cpu")
-        self.hidden = 0
+        self.hidden = self.longest = 0
         super().__init__(layer_class_to_replicate=partial(MarsCacheLayer, self.plan))
 
     def start(self, batch: int, device: torch.device) -> None:
@@ -154,7 +155,7 @@ class MarsCache(Cache):
         if not any(self.host_cursor):
             # What a step left behind that was never committed is no text that a prompt could follow.
             self.layers.clear()
-            self.plan.visible = 0
+            self.plan.visible = self.longest = 0
         self.plan.rows = batch
 
     def plan_write(self, slots: Tensor, visible: int, first: int | None = None) -> None:
@@ -172,6 +173,7 @@ class MarsCache(Cache):
         count = self.plan.rows
         self.cursor[:count] = cursor
         self.host_cursor[:count] = host_cursor
+        self.longest = max(self.longest, *self.host_cursor)
         # The plan is for one forward: whatever else writes from now on is not MARS decoding.
         self.plan.slots, self.plan.visible = NOWHERE, max(self.host_cursor)
 
@@ -200,7 +202,7 @@ class MarsCache(Cache):
         """Forget everything."""
         self.layers.clear()
         self.plan.slots, self.plan.visible, self.plan.rows = NOWHERE, 0, 0
-        self.order, self.host_cursor, self.cursor, self.hidden = [], [], self.cursor[:0], 0
+        self.order, self.host_cursor, self.cursor, self.hidden, self.longest = [], [], self.cursor[:0], 0, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last columns.
@@ -224,8 +226,10 @@ class MarsCache(Cache):
         self.plan.visible = end
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch, in this order; one may come several times."""
+        """Keep these rows of the batch, in this order; one may come several times. Or a mask, bool (R,)."""
         self._restore_order()
+        if indices.dtype is torch.bool:
+            indices = indices.nonzero()[:, 0]
         self.host_cursor = [self.host_cursor[row] for row in indices.tolist()]
         self.cursor = self.cursor[indices.to(self.cursor.device)]
         self.order = list(range(len(self.host_cursor)))

@@ -71,7 +71,10 @@ class Chooser:
         self.processors = type(processors)(self._about_asked_rows(processor) for processor in processors)
         self.asked: set[int] = set()
         self.needs_prefix = not all(type(processor) in PREFIX_FREE for processor in processors)
-        self.needs_length = not all(type(processor) in LENGTH_FREE for processor in processors)
+        prompt = state.prompt - state.hidden
+        self.needs_length = not all(
+            type(processor) in LENGTH_FREE and _ignored_columns(processor) <= prompt for processor in processors
+        )
         wants = config.return_dict_in_generate
         self.scores = TokenRecord(state) if wants and config.output_scores else None
         self.logits = TokenRecord(state) if wants and config.output_logits else None
@@ -149,3 +152,9 @@ class Chooser:
         if not self.samples:
             return scores.argmax(-1)
         return torch.multinomial(scores.softmax(-1).flatten(0, -2), 1).view(scores.shape[:-1])
+
+
+def _ignored_columns(processor: Any) -> int:
+    """Columns of the text that a repetition penalty leaves out: new tokens of a short text, but not of a long one."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    return 0 if ignored is None else int(torch.as_tensor(ignored).max())

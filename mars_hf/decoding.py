@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from .acceptance import accepted_length, confidence_of, cut_after_first, is_confident
+from .attention import grouped_heads
 from .choosing import Chooser
 from .drafting import DraftProposer
 from .options import MarsOptions, MarsStep, check_threshold
@@ -53,7 +54,7 @@ class MarsDecoder:
         self.model, self.options, self.config, self.streamer = model, options, generation_config, streamer
         self.device = input_ids.device
         # What these two say of all candidates at once is known here; a subclass may say anything, and is asked.
-        stops = [c.eos_token_id.to(self.device) for c in criteria if type(c) is EosTokenCriteria]
+        stops = [c.eos_token_id.to(self.device).reshape(-1) for c in criteria if type(c) is EosTokenCriteria]
         self.stop_tokens = torch.cat(stops) if stops else None
         self.other_criteria = type(criteria)(
             c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
@@ -82,7 +83,8 @@ class MarsDecoder:
         self._step()
         # As in stock `generate` behind the prompt: for few tokens a copy of the weights of their experts is faster.
         few = self.state.batch * self.options.widest_step <= FEW_TOKENS
-        with self.model._optimize_model_for_decode() if few else nullcontext():
+        # Behind it too: without a mask, as a prompt may be, some models look at what their attention is called.
+        with grouped_heads(self.model), self.model._optimize_model_for_decode() if few else nullcontext():
             while self.state.host_rows:
                 self._step()
         return self._output()
@@ -107,7 +109,9 @@ class MarsDecoder:
             accepted = state.accepted_lengths[-1] if state.accepted_lengths else torch.zeros_like(self.new_tokens)
             self.new_tokens = self.new_tokens + accepted
             seconds = time.perf_counter() - self.started
-            step = MarsStep(len(state.accepted_lengths), self.new_tokens, accepted, seconds)
+            # Copies, since what it is told is what the rows are counted by.
+            told = self.new_tokens.clone(), accepted.clone()
+            step = MarsStep(len(state.accepted_lengths), *told, seconds)
             threshold = check_threshold(threshold(step), self.options.confidence, state.batch)
         if isinstance(threshold, Tensor):
             return threshold.to(self.device)[state.rows, None]
@@ -242,7 +246,7 @@ class MarsDecoder:
             cache=self.cache,
             num_forwards=self.proposer.num_forwards,
             accepted_lengths=accepted,
-            tokens_per_forward=new_tokens / (accepted > 0).sum(-1),
+            tokens_per_forward=new_tokens / ((accepted > 0).sum(-1) + self.proposer.further_forwards),
         )
 
 

@@ -15,11 +15,10 @@ from transformers import (
 )
 from transformers.generation import GenerationMode, MaxLengthCriteria
 
-from .attention import grouped_heads
 from .cache import MarsCache
 from .decoding import MarsDecoder
 from .few_tokens import few_token_products
-from .generation_refusals import refuse_arguments, refuse_inputs, refuse_modes, refuse_processors
+from .generation_refusals import refuse_arguments, refuse_inputs, refuse_modes, refuse_paged, refuse_processors
 from .model_refusals import refuse_models
 from .options import (
     DEFAULTS,
@@ -28,6 +27,7 @@ from .options import (
     check_ranges,
     expand_threshold,
     refuse_unknown,
+    refuse_unknown_mask,
     refuse_without_effect,
     resolve_options,
 )
@@ -108,7 +108,10 @@ class MarsGenerationMixin(GenerationMixin):
         given = {name: value for name, value in given.items() if value is not None}
         arguments = inspect.signature(super().generate).bind_partial(*args, **kwargs).arguments
         configs = (arguments.get("generation_config"), self.generation_config)
-        if "mars_threshold" in given or mars_lossless or any(turns_on_mars(config) for config in configs):
+        sources = [given, *(vars(config) for config in configs if config is not None)]
+        if any(source.get("mars_threshold") is not None or source.get("mars_lossless") for source in sources):
+            refuse_paged(arguments)
+        if turns_on_mars(sources):
             refuse_arguments(arguments)
         return super().generate(*args, **given, **kwargs)
 
@@ -193,6 +196,7 @@ class MarsGenerationMixin(GenerationMixin):
         assert options is not None
         if options.is_autoregressive:
             # The loop is that of MARS after all, since it continues its cache.
+            refuse_unknown_mask(options.mask_token_id)
             refuse_modes(generation_mode, generation_config, {})
             refuse_models(self, options)
         if options.cache == "none":
@@ -202,7 +206,7 @@ class MarsGenerationMixin(GenerationMixin):
         if cache is not None and not isinstance(cache, MarsCache):
             raise ValueError(
                 f"MARS cannot continue a {type(cache).__name__}, whose rows all have one length. Pass the whole text "
-                "without `cache`, or the `cache` of an output of MARS."
+                "without `cache`, or the `cache` of an output of MARS (with a threshold of 1.0 it is a stock one)."
             )
         if not generation_config.use_cache:
             raise ValueError(
@@ -238,14 +242,17 @@ class MarsGenerationMixin(GenerationMixin):
             options.threshold = expand_threshold(options.threshold, input_ids.shape[0], generation_config)
         if takes_stock_path(options, model_kwargs.get("cache")):
             ends = EndRecorder(stopping_criteria)
+            chunks = prompt_forwards(input_ids, generation_config.prefill_chunk_size, model_kwargs.get("cache"))
             output = super()._sample(
                 input_ids, logits_processor, ends, generation_config, synced_gpus, streamer, **model_kwargs
             )
-            return ends.as_mars_output(output) if generation_config.return_dict_in_generate else output
+            return ends.as_mars_output(output, chunks) if generation_config.return_dict_in_generate else output
         if options.is_autoregressive:
             options.block_size = 1
         refuse_processors(logits_processor)
-        refuse_inputs(self.config, input_ids, generation_config, streamer, model_kwargs)
+        # A criterion of the call's own takes the place of the one that `max_new_tokens` makes.
+        max_length = min(c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria)
+        refuse_inputs(self.config, input_ids, max_length, streamer, model_kwargs)
         may_stop_early = any(type(criterion) is not MaxLengthCriteria for criterion in stopping_criteria)
         if input_ids.shape[0] > 1 and may_stop_early and generation_config._pad_token_tensor is None:
             raise ValueError(
@@ -254,13 +261,28 @@ class MarsGenerationMixin(GenerationMixin):
         decoder = MarsDecoder(
             self, input_ids, options, generation_config, logits_processor, stopping_criteria, streamer, model_kwargs
         )
-        with grouped_heads(self), few_token_products(self):
+        with few_token_products(self):
             return decoder.run()
 
 
-def turns_on_mars(config: GenerationConfig | None) -> bool:
-    """Whether a generation config asks for MARS without a word from the call."""
-    return getattr(config, "mars_threshold", None) is not None or bool(getattr(config, "mars_lossless", None))
+def turns_on_mars(sources: list[dict[str, Any]]) -> bool:
+    """Whether the entries of a call and of generation configs, the first before the others, replace the stock loop."""
+
+    def entry(name: str) -> Any:
+        return next((source[name] for source in sources if source.get(name) is not None), None)
+
+    threshold = entry("mars_threshold")
+    if isinstance(threshold, int | float) and threshold >= 1 and entry("mars_confidence") != "entropy":
+        threshold = None
+    return threshold is not None or bool(entry("mars_lossless"))
+
+
+def prompt_forwards(input_ids: Tensor, chunk_size: int | None, cache: Any) -> int:
+    """Forward passes that stock `generate` takes for a prompt: one for each chunk of what the cache lacks."""
+    if chunk_size is None:
+        return 1
+    known = 0 if cache is None else cache.get_seq_length()
+    return -(-(input_ids.shape[1] - known) // chunk_size)
 
 
 def takes_stock_path(options: MarsOptions | None, cache: Any) -> bool:

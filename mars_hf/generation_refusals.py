@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -38,6 +39,10 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
     for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
         if arguments.get(name) is not None:
             raise ValueError(f"`{name}` belongs to `guidance_scale`, which MARS does not support. Leave it out.")
+
+
+def refuse_paged(arguments: dict[str, Any]) -> None:
+    """Refuse the stock engine that reads generation configs its own way, whatever the value of a threshold."""
     if arguments.get("kwargs", {}).get("cache_implementation") == "paged":
         raise ValueError(
             f"`cache_implementation='paged'` is continuous batching, a loop of its own. Unset it, or {ONE_BY_ONE}."
@@ -98,15 +103,21 @@ def refuse_modes(generation_mode: GenerationMode, config: GenerationConfig, gene
 
 
 def refuse_inputs(
-    model_config: Any, input_ids: Tensor, config: GenerationConfig, streamer: Any, model_kwargs: dict[str, Any]
+    model_config: Any, input_ids: Tensor, max_length: int, streamer: Any, model_kwargs: dict[str, Any]
 ) -> None:
-    """Refuse what would give wrong text, before the first forward pass."""
+    """Refuse what would give wrong text, before the first forward pass.
+
+    Args:
+        max_length: columns of a full sequence, counted as `input_ids` are.
+    """
     columns = (
         input_ids.shape[1] if model_kwargs.get("inputs_embeds") is None else model_kwargs["inputs_embeds"].shape[1]
     )
     if input_ids.shape[0] == 0 or columns == 0:
         raise ValueError("There is no prompt to continue. Pass at least one row of at least one token.")
-    if unknown := sorted(k for k, v in model_kwargs.items() if v is not None and k not in KNOWN_INPUTS):
+    # Stock `generate` hands the empty outputs of encoders to a model that could read images too.
+    given = {k for k, v in model_kwargs.items() if v is not None and not (isinstance(v, dict) and not v)}
+    if unknown := sorted(given - KNOWN_INPUTS):
         raise ValueError(
             f"MARS decoding does not know how to continue the model inputs {', '.join(unknown)}. Leave them out, or "
             f"{ONE_BY_ONE}."
@@ -123,6 +134,11 @@ def refuse_inputs(
             f"`attention_mask` must have one entry per token of the prompts, {shape}, got "
             f"{tuple(attention_mask.shape)}."
         )
+    if positions is not None and positions.ndim > 2:
+        raise ValueError(
+            f"`{model_config.model_type}` counts its positions in several dimensions, {tuple(positions.shape)}, and "
+            f"steps of several tokens in one. Use another model, or {ONE_BY_ONE}."
+        )
     if positions is not None and positions.shape not in (shape, (1, columns)):
         raise ValueError(
             f"`position_ids`, or the `attention_mask` that they are counted from, must have one entry per token of "
@@ -134,16 +150,30 @@ def refuse_inputs(
             "`tokenizer.padding_side = 'left'`."
         )
     lengths = [input_ids.shape[1]] if positions is None else (positions[..., -1] + 1).tolist()
-    refuse_positions(model_config.get_text_config(), lengths, config.max_length - input_ids.shape[1])
+    cached = cached_lengths(model_kwargs.get("cache"), [columns - length for length in lengths])
+    refuse_positions(model_config.get_text_config(), lengths, max_length - input_ids.shape[1], cached)
 
 
-def refuse_positions(config: Any, lengths: list[int], new_tokens: int) -> None:
+def cached_lengths(cache: Any, padding: list[int]) -> list[int]:
+    """Positions that the texts of a cache take, and those that the longest text took that it was ever written with.
+
+    Args:
+        padding: columns in front of each row, or of every row alike.
+    """
+    if cache is None or not cache.order:
+        return []
+    kept = min(cache.host_cursor)
+    return [columns - pad for pad in padding for columns in (kept, cache.longest) if kept > pad]
+
+
+def refuse_positions(config: Any, lengths: list[int], new_tokens: int, cached: Sequence[int] = ()) -> None:
     """Refuse texts that leave the positions that the model has, or that its rotary embedding treats alike.
 
     Args:
         config: of the language model.
         lengths: positions that the rows' prompts take.
         new_tokens: most tokens that are added to each.
+        cached: positions of texts that were written before.
     """
     limit, longest = getattr(config, "max_position_embeddings", None), max(lengths)
     total = longest + new_tokens
@@ -157,12 +187,14 @@ def refuse_positions(config: Any, lengths: list[int], new_tokens: int) -> None:
         if not isinstance(rope, dict) or rope.get("rope_type") != "longrope":
             continue
         switch = rope["original_max_position_embeddings"]
-        if min(lengths) <= switch < total:
+        shortest, longest = min([*lengths, *cached]), max([total, *cached])
+        if shortest <= switch < longest:
             raise ValueError(
-                f"The text of {min(lengths)} to {total} positions crosses position {switch}, from which on the "
+                f"The text of {shortest} to {longest} positions crosses position {switch}, from which on the "
                 "`longrope` of this model rotates all keys differently, those in the cache too. [MASK]s would get "
                 f"there earlier than one token at a time. Keep prompt and new tokens within {switch}, or every prompt "
-                f"longer than that, or {ONE_BY_ONE}."
+                "longer than that, pass the whole text without `cache` if that was written on the other side, or "
+                f"{ONE_BY_ONE}."
             )
 
 

@@ -68,6 +68,11 @@ def refuse_architecture(model: PreTrainedModel) -> None:
             f"This `{config.model_type}` is an encoder: its tokens see those behind them, [MASK]s too. Load it with "
             f"`is_decoder=True`, or {ONE_BY_ONE}."
         )
+    if model.config.model_type == "paligemma":
+        raise ValueError(
+            "`paligemma` counts the positions of its prompts from 1, and steps of several tokens from 0. Use another "
+            f"model, or {ONE_BY_ONE}."
+        )
     if getattr(config, "alibi", False):
         raise ValueError(
             f"The ALiBi biases of `{config.model_type}` count the slots of the cache, which may hold [MASK]s and "

@@ -35,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "mars_adaptive_window": False,
 }
 CACHES = ("cursor", "block", "none")
+NO_MASK = -1
 # The way out of what MARS refuses, whichever way it is on: `mars_threshold=1.0` is none for `mars_lossless`, nor where
 # the threshold is an entropy.
 ONE_BY_ONE = "decode one token at a time, without `mars_threshold` and `mars_lossless`"
@@ -67,7 +68,7 @@ class MarsOptions:
     Attributes:
         threshold: a float, (N,) thresholds, or a callable asked before each step; None for lossless decoding.
         block_size: candidates of a step (B).
-        mask_token_id: id of [MASK].
+        mask_token_id: id of [MASK]; `NO_MASK` where none is known, which the stock loop needs none of.
         cache: one of `CACHES`.
         cache_block_size: tokens of a block of the block cache.
         confidence: a measure of `acceptance.confidence_of`.
@@ -111,11 +112,9 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
     """
     mask_token_id, block_size = config.mars_mask_token_id, config.mars_block_size
     if mask_token_id is None:
-        raise ValueError(
-            "MARS decoding needs the id of the [MASK] token, and `generation_config.mars_mask_token_id` is not set. "
-            "Load a checkpoint that `MarsSFTTrainer` saved, or pass it: `get_mars_model(model, mask_token_id=...)`."
-        )
-    check_count("mars_mask_token_id", mask_token_id, 0)
+        mask_token_id = NO_MASK
+    else:
+        check_count("mars_mask_token_id", mask_token_id, 0)
     ends = () if config.eos_token_id is None else torch.as_tensor(config.eos_token_id, device="cpu").flatten().tolist()
     if mask_token_id in ends:
         raise ValueError(
@@ -131,6 +130,8 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
         options.threshold = config.mars_threshold
     else:
         options.threshold = check_threshold(config.mars_threshold, config.mars_confidence)
+    if not options.is_autoregressive:
+        refuse_unknown_mask(mask_token_id)
     if config.mars_adaptive_window and not config.mars_lossless:
         if config.mars_cache != "cursor":
             raise ValueError(
@@ -139,6 +140,19 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
             )
         options.adaptive_window = True
     return options
+
+
+def refuse_unknown_mask(mask_token_id: int) -> None:
+    """Refuse to decode several tokens at a time where no [MASK] is known.
+
+    Raises:
+        ValueError: for `NO_MASK`.
+    """
+    if mask_token_id == NO_MASK:
+        raise ValueError(
+            "MARS decoding needs the id of the [MASK] token, and `generation_config.mars_mask_token_id` is not set. "
+            "Load a checkpoint that `MarsSFTTrainer` saved, or pass it: `get_mars_model(model, mask_token_id=...)`."
+        )
 
 
 def check_ranges(config: GenerationConfig) -> None:

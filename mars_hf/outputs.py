@@ -21,7 +21,8 @@ class MarsGenerateOutput(GenerateDecoderOnlyOutput):
     Attributes:
         num_forwards: forward passes of the model that the call took.
         accepted_lengths: (R, steps) int64, tokens that each row accepted in each step; 0 once the row has ended.
-        tokens_per_forward: (R,) float32, new tokens of each row per forward pass that the row took part in.
+        tokens_per_forward: (R,) float32, new tokens of each row per forward pass that the row took part in: its steps,
+            and with the block cache the forwards that write a block, but not those in which it waits for other rows.
     """
 
     num_forwards: int | None = None
@@ -42,13 +43,18 @@ class EndRecorder(StoppingCriteriaList):
         self.going.append(before & ~ended)
         return ended
 
-    def as_mars_output(self, output: Any) -> MarsGenerateOutput:
-        """A stock output with the counts of plain autoregression: one token per row and forward pass."""
+    def as_mars_output(self, output: Any, prompt_forwards: int = 1) -> MarsGenerateOutput:
+        """A stock output with the counts of plain autoregression: one token per row and forward pass.
+
+        Args:
+            prompt_forwards: forward passes that the prompt took, for one token.
+        """
         steps = len(self.going)
-        going = torch.stack([torch.ones_like(self.going[0]), *self.going[:-1]], dim=-1)
+        going = torch.stack([torch.ones_like(self.going[0]), *self.going[:-1]], dim=-1).long().cpu()
+        tokens = going.sum(-1)
         return MarsGenerateOutput(
             **output,
-            num_forwards=steps,
-            accepted_lengths=going.long().cpu(),
-            tokens_per_forward=torch.ones(going.shape[0], device="cpu"),
+            num_forwards=steps + prompt_forwards - 1,
+            accepted_lengths=going,
+            tokens_per_forward=tokens / (tokens + prompt_forwards - 1),
         )

@@ -28,12 +28,14 @@ class Proposer:
     Attributes:
         window: B, which may change from step to step.
         num_forwards: forward passes so far.
+        further_forwards: forward passes of each row (R,) that were no step of its own, or 0.
         width: W of the last forward, where that one is a step's like any other, else None.
     """
 
     def __init__(self, model: PreTrainedModel, window: int) -> None:
         self.model, self.window = model, window
         self.num_forwards = 0
+        self.further_forwards: Tensor | int = 0
         self.width: int | None = None
         self.arguments = decoding_arguments(model, 0)
 
@@ -186,6 +188,7 @@ class BlockProposer(CursorProposer):
     def propose(self, state: DecodingState) -> Tensor:
         if self.num_forwards == 0:
             self.frozen = state.prompt
+            self.further_forwards = self.blocks_written = torch.zeros(state.batch, dtype=torch.long, device="cpu")
             return super().propose(state)
         if all(self.waiting(state)):
             self._close_block(state)
@@ -203,4 +206,5 @@ class BlockProposer(CursorProposer):
         self.cache.plan_write(columns, end, first=self.frozen)
         ids = state.tokens[state.rows[:, None], columns]
         self.forward_columns(state, ids, columns, 1, partial(decode_mask, columns, state.key_mask[state.rows, :end]))
+        self.blocks_written[state.host_rows] += 1
         self.frozen = end

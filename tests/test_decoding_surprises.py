@@ -7,9 +7,29 @@ from contextlib import contextmanager
 import pytest
 import torch
 from decoding_models import MASK, left_pad, random_prompts, tiny_model
-from transformers import AutoModelForCausalLM, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GemmaConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MaxLengthCriteria,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    RepetitionPenaltyLogitsProcessor,
+    SiglipVisionConfig,
+    StoppingCriteriaList,
+)
+from transformers.generation import EosTokenCriteria
 
-from mars_hf import AutoMarsModelForCausalLM, MarsCache
+from mars_hf import AutoMarsModelForCausalLM, MarsCache, get_mars_model
 from mars_hf.baselines import jacobi_generate
 
 MODES = {
@@ -203,3 +223,213 @@ def test_loading_info_comes_along(tmp_path):
     model, info = AutoMarsModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert generate(model, left_pad(random_prompts([6])), **MODES["cursor"]).num_forwards > 0
+
+
+def with_sure_weights(model):
+    """Random weights that are large enough to be sure of some tokens, and MARS generation."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.4)
+    return get_mars_model(model.eval(), mask_token_id=MASK, block_size=4)
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+GEMMA = {**TEXT, "head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def llava():
+    text, vision = LlamaConfig(**TEXT), CLIPVisionConfig(**VISION, image_size=8, patch_size=4)
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=59))
+
+
+def gemma3():
+    text, vision = Gemma3TextConfig(**GEMMA), SiglipVisionConfig(**VISION, image_size=8, patch_size=4)
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_id=59,
+        boi_token_id=58,
+        eoi_token_id=57,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def gemma4():
+    """The last layers read the keys of earlier ones, and ask the model for the last tokens only."""
+    shared = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61}
+    return Gemma4ForCausalLM(Gemma4TextConfig(**GEMMA, global_head_dim=8, **shared))
+
+
+@pytest.mark.parametrize("lengths", [[10], [7, 7], [6, 9, 4]], ids=str)
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("make", [llava, gemma3, gemma4])
+def test_models_that_could_read_images_and_layers_that_share_keys(make, mode, lengths):
+    torch.manual_seed(1)
+    model = with_sure_weights(make())
+    inputs = left_pad(random_prompts(lengths))
+    plain = {"suppress_tokens": [MASK], "eos_token_id": None}
+    stock = generate(model, inputs, **plain).sequences
+    # Sure of nothing, or confirmed: the tokens of stock.
+    exact = mode if "mars_lossless" in mode else {**mode, "mars_threshold": [0.9999999] * len(lengths)}
+    assert torch.equal(generate(model, inputs, **plain, **exact).sequences, stock)
+    if "mars_lossless" not in mode:
+        output, slow = (
+            generate(model, inputs, **plain, **{**kind, "mars_threshold": 0.02}) for kind in (mode, MODES["none"])
+        )
+        assert torch.equal(output.sequences, slow.sequences)
+        assert output.accepted_lengths.max() > 1
+
+
+def test_a_model_that_counts_positions_from_one_is_refused():
+    text = GemmaConfig(**{**TEXT, "head_dim": 8})
+    vision = SiglipVisionConfig(**VISION, image_size=8, patch_size=4, projection_dim=32)
+    model = PaliGemmaForConditionalGeneration(
+        PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=59, projection_dim=32)
+    )
+    with pytest.raises(ValueError, match="counts the positions of its prompts from 1"):
+        generate(with_sure_weights(model), left_pad(random_prompts([6])), mars_threshold=0.5)
+
+
+@pytest.mark.parametrize("mode", [MODES["cursor"], MODES["block"], MODES["lossless"]])
+def test_a_cache_from_the_other_side_of_longrope_is_refused(mode):
+    model = tiny_model("phi3", original_max_position_embeddings=16, sliding_window=None, rope_parameters=LONGROPE)
+    mode = {**mode, "suppress_tokens": [MASK], "eos_token_id": None}
+    further = torch.tensor([[5, 6, 7], [8, 9, 10]])
+
+    def turn(lengths, new_tokens):
+        inputs = left_pad(random_prompts(lengths))
+        output = generate(model, inputs, max_new_tokens=new_tokens, **mode)
+        ids = torch.cat([output.sequences, further], dim=-1)
+        pad = torch.ones(2, ids.shape[1] - inputs["attention_mask"].shape[1])
+        return output.cache, {
+            "input_ids": ids,
+            "attention_mask": torch.cat([inputs["attention_mask"], pad.long()], -1),
+        }
+
+    for lengths, new_tokens, more in (([5, 3], 4, 4), ([17, 20], 4, 4)):
+        cache, inputs = turn(lengths, new_tokens)
+        expected = generate(model, inputs, max_new_tokens=more, **mode).sequences
+        assert torch.equal(generate(model, inputs, cache=cache, max_new_tokens=more, **mode).sequences, expected)
+    # The text leaves the short side in its second turn.
+    cache, inputs = turn([10, 4], 5)
+    with pytest.raises(ValueError, match=r"crosses position 16.*without `cache`"):
+        generate(model, inputs, cache=cache, max_new_tokens=4, **mode)
+    # It was cut back to there.
+    cache, inputs = turn([17, 20], 4)
+    cache.crop(-16)
+    inputs = {name: value[:, :13] for name, value in inputs.items()}
+    with pytest.raises(ValueError, match="crosses position 16"):
+        generate(model, inputs, cache=cache, max_new_tokens=1, **mode)
+
+
+def test_forwards_that_write_a_block_count_for_the_rows_in_it():
+    model, block = tiny_model(eos_token_id=None), {"mars_cache": "block", "mars_cache_block_size": 4}
+    one = generate(model, left_pad(random_prompts([10])), mars_threshold=0.05, max_new_tokens=40, **block)
+    assert one.num_forwards > one.accepted_lengths.shape[1]
+    assert one.tokens_per_forward.tolist() == pytest.approx([40 / one.num_forwards])
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 50])
+def test_forwards_of_a_prompt_in_chunks_are_counted(chunk):
+    model, calls = tiny_model(eos_token_id=None), []
+    model.register_forward_hook(lambda *_: calls.append(None))
+    options = {"mars_threshold": 1.0, "prefill_chunk_size": chunk, "max_new_tokens": 4}
+    output = generate(model, left_pad(random_prompts([10, 7])), **options)
+    assert output.num_forwards == len(calls)
+    assert output.tokens_per_forward.tolist() == pytest.approx([4 / len(calls)] * 2)
+
+
+def test_a_threshold_of_one_takes_what_stock_takes():
+    model, inputs = tiny_model(), left_pad(random_prompts([6]))
+    guided = {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6]])}
+    expected = generate(model, inputs, **guided).sequences
+    assert torch.equal(generate(model, inputs, mars_threshold=1.0, **guided).sequences, expected)
+    with pytest.raises(ValueError, match="negative_prompt_ids"):
+        generate(model, inputs, mars_threshold=1.0, mars_confidence="entropy", **guided)
+    unknown = tiny_model()
+    unknown.generation_config.mars_mask_token_id = None
+    plain = generate(unknown, inputs).sequences
+    assert torch.equal(generate(unknown, inputs, mars_threshold=1.0).sequences, plain)
+    for refused in ({"mars_threshold": 0.9}, {"mars_threshold": [0.9]}, {"mars_lossless": True}):
+        with pytest.raises(ValueError, match=r"needs the id of the \[MASK\] token"):
+            generate(unknown, inputs, **refused)
+    with pytest.raises(ValueError, match=r"needs the id of the \[MASK\] token"):
+        generate(
+            unknown,
+            left_pad(random_prompts([20])),
+            mars_threshold=1.0,
+            cache=generate(model, inputs, **MODES["cursor"]).cache,
+        )
+    model.generation_config.mars_lossless = True
+
+    def loop(model, input_ids, **kwargs):
+        return input_ids
+
+    given = {"custom_generate": loop, "max_new_tokens": 4}
+    assert torch.equal(model.generate(**inputs, mars_lossless=False, **given), inputs["input_ids"])
+    with pytest.raises(ValueError, match="both replace the decoding loop"):
+        model.generate(**inputs, **given)
+
+
+def test_what_a_throttle_is_told_is_its_own():
+    def spoil(step):
+        step.accepted.add_(1)
+        step.new_tokens.zero_()
+        return 0.05
+
+    model, inputs = tiny_model(), left_pad(random_prompts([6, 9]))
+    expected = generate(model, inputs, mars_threshold=0.05)
+    output = generate(model, inputs, mars_threshold=spoil)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert torch.equal(output.accepted_lengths, expected.accepted_lengths)
+
+
+def test_a_length_of_the_calls_own_is_the_one_that_positions_must_do_for():
+    model, inputs = tiny_model("gpt2", n_positions=24, eos_token_id=None), left_pad(random_prompts([12, 7]))
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a forward pass before the refusal"))
+    criteria = StoppingCriteriaList([MaxLengthCriteria(30)])
+    with pytest.raises(ValueError, match="take 30 positions, and the model has 24"):
+        generate(model, inputs, mars_threshold=0.1, max_new_tokens=4, stopping_criteria=criteria)
+
+
+@pytest.mark.parametrize("mode", [MODES["cursor"], MODES["block"], MODES["none"]])
+def test_a_repetition_penalty_may_leave_the_prompt_alone(mode):
+    """And the first new tokens: the last of a text that is behind the others must not count for being shown again."""
+    model, prompts = tiny_model(tie_word_embeddings=True, eos_token_id=None), random_prompts([12] * 6)
+    penalty = RepetitionPenaltyLogitsProcessor(5.0, prompt_ignore_length=15)
+    mode = {**mode, "logits_processor": [penalty], "max_new_tokens": 6}
+    # Rows that are as far apart as can be.
+    thresholds = [1e-9, 0.9999999] * 3
+    output = generate(model, {"input_ids": torch.stack(prompts)}, **{**mode, "mars_threshold": thresholds})
+    alone = [
+        generate(model, {"input_ids": prompt[None]}, **{**mode, "mars_threshold": threshold}).sequences[0]
+        for prompt, threshold in zip(prompts, thresholds, strict=True)
+    ]
+    assert torch.equal(output.sequences, torch.stack(alone))
+    assert output.accepted_lengths[:, 0].tolist() == [4, 1] * 3
+
+
+def test_an_end_token_without_a_dimension():
+    model, inputs = tiny_model(eos_token_id=None), left_pad(random_prompts([6]))
+    end = int(generate(model, inputs, mars_threshold=0.05).sequences[0, 9])
+    criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor(end))])
+    output = generate(model, inputs, mars_threshold=0.05, stopping_criteria=criteria, pad_token_id=0)
+    assert output.sequences[0, -1] == end
+
+
+def test_positions_of_several_dimensions_are_refused():
+    model, inputs = tiny_model(), left_pad(random_prompts([6]))
+    with pytest.raises(ValueError, match="counts its positions in several dimensions"):
+        generate(model, inputs, mars_threshold=0.1, position_ids=torch.arange(6).expand(3, 1, -1))

@@ -78,6 +78,11 @@ def test_rows_of_a_cache_are_selected_and_repeated(mode):
     output, fed = first_forward(model, chosen, mode, first.cache)
     assert torch.equal(output.sequences, expected)
     assert fed < second["input_ids"].shape[1]
+    masked = copy.deepcopy(fork)
+    masked.batch_select_indices(torch.tensor([True, False, True]))
+    kept = {name: value[[0, 2]] for name, value in second.items()}
+    expected = generate(model, kept, mode).sequences
+    assert torch.equal(generate(model, kept, mode, cache=masked).sequences, expected)
     fork.batch_repeat_interleave(2)
     repeated = {name: value.repeat_interleave(2, dim=0) for name, value in second.items()}
     expected = generate(model, repeated, mode).sequences

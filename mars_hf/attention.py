@@ -5,7 +5,7 @@ Shapes: N rows, H query heads, G of them to a key-value head, Q queries, K keys,
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,5 +67,12 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def grouped_heads(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Let a model whose attention is `sdpa` use `grouped_attention`, for as long as the context lasts."""
+    """Let a model whose attention is `sdpa` use `grouped_attention`, for as long as the context lasts.
+
+    Models whose layers share keys (Gemma 4), or attend to an index of them (DeepSeek V3.2), keep theirs: they do
+    something else where their attention has another name.
+    """
+    config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in ("num_kv_shared_layers", "index_topk")):
+        return nullcontext()
     return use_attention(model, GROUPED)

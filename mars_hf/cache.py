@@ -135,7 +135,7 @@ class MarsCache(Cache):
         cursor: (R,) int64, how many slots of each buffer row hold committed tokens.
         host_cursor: the same on the host.
         hidden: leading slots whose tokens were given as embeddings only.
-        longest: slots that the longest text took that any of its tokens were written with.
+        longest: most slots that the text of a row has held since the cache was last empty, cropped since or not.
     """
 
     def __init__(self) -> None:

@@ -155,6 +155,6 @@ class Chooser:
 
 
 def _ignored_columns(processor: Any) -> int:
-    """Columns of the text that a repetition penalty leaves out: new tokens of a short text, but not of a long one."""
+    """First columns of a text that a repetition penalty leaves out; some of them may be new tokens."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     return 0 if ignored is None else int(torch.as_tensor(ignored).max())

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from .acceptance import accepted_length, confidence_of, cut_after_first, is_confident
-from .attention import grouped_heads
 from .choosing import Chooser
 from .drafting import DraftProposer
 from .options import MarsOptions, MarsStep, check_threshold
@@ -83,8 +82,7 @@ class MarsDecoder:
         self._step()
         # As in stock `generate` behind the prompt: for few tokens a copy of the weights of their experts is faster.
         few = self.state.batch * self.options.widest_step <= FEW_TOKENS
-        # Behind it too: without a mask, as a prompt may be, some models look at what their attention is called.
-        with grouped_heads(self.model), self.model._optimize_model_for_decode() if few else nullcontext():
+        with self.model._optimize_model_for_decode() if few else nullcontext():
             while self.state.host_rows:
                 self._step()
         return self._output()

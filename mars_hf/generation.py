@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMode, MaxLengthCriteria
 
+from .attention import grouped_heads
 from .cache import MarsCache
 from .decoding import MarsDecoder
 from .few_tokens import few_token_products
@@ -242,7 +243,7 @@ class MarsGenerationMixin(GenerationMixin):
             options.threshold = expand_threshold(options.threshold, input_ids.shape[0], generation_config)
         if takes_stock_path(options, model_kwargs.get("cache")):
             ends = EndRecorder(stopping_criteria)
-            chunks = prompt_forwards(input_ids, generation_config.prefill_chunk_size, model_kwargs.get("cache"))
+            chunks = prompt_forwards(input_ids.shape[1], generation_config, model_kwargs)
             output = super()._sample(
                 input_ids, logits_processor, ends, generation_config, synced_gpus, streamer, **model_kwargs
             )
@@ -261,7 +262,7 @@ class MarsGenerationMixin(GenerationMixin):
         decoder = MarsDecoder(
             self, input_ids, options, generation_config, logits_processor, stopping_criteria, streamer, model_kwargs
         )
-        with few_token_products(self):
+        with grouped_heads(self), few_token_products(self):
             return decoder.run()
 
 
@@ -277,12 +278,15 @@ def turns_on_mars(sources: list[dict[str, Any]]) -> bool:
     return threshold is not None or bool(entry("mars_lossless"))
 
 
-def prompt_forwards(input_ids: Tensor, chunk_size: int | None, cache: Any) -> int:
-    """Forward passes that stock `generate` takes for a prompt: one for each chunk of what the cache lacks."""
-    if chunk_size is None:
+def prompt_forwards(columns: int, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+    """Forward passes that stock `generate` takes for a prompt of so many ids: one for each chunk of what it feeds."""
+    chunk, cache, mask = config.prefill_chunk_size, model_kwargs.get("cache"), model_kwargs.get("attention_mask")
+    if chunk is None:
         return 1
-    known = 0 if cache is None else cache.get_seq_length()
-    return -(-(input_ids.shape[1] - known) // chunk_size)
+    # Ids that are as many as the mask are the whole text, and what a cache holds of it is not fed again.
+    is_whole = columns == (getattr(config, "_mask_length", -1) if mask is None else mask.shape[1])
+    known = int(cache.get_seq_length()) if cache is not None and is_whole else 0
+    return max(1, -(-(columns - known) // chunk))
 
 
 def takes_stock_path(options: MarsOptions | None, cache: Any) -> bool:

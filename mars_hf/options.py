@@ -111,11 +111,12 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
         ValueError: for an entry that is out of range, or not available, and for an unknown mask token.
     """
     mask_token_id, block_size = config.mars_mask_token_id, config.mars_block_size
+    ends = () if config.eos_token_id is None else torch.as_tensor(config.eos_token_id, device="cpu").flatten().tolist()
     if mask_token_id is None:
-        mask_token_id = NO_MASK
+        # -1 as an end token is none to stock `generate`, either.
+        mask_token_id, ends = NO_MASK, ()
     else:
         check_count("mars_mask_token_id", mask_token_id, 0)
-    ends = () if config.eos_token_id is None else torch.as_tensor(config.eos_token_id, device="cpu").flatten().tolist()
     if mask_token_id in ends:
         raise ValueError(
             f"The [MASK] token {mask_token_id} is an `eos_token_id` too. It is never a token of the text, so no text "

@@ -33,21 +33,26 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
         return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs)
     origin = _adapter_origin(kwargs)
     own = kwargs.pop("adapter_kwargs", None) or {}
-    shapes = adapter_shapes(path, origin)
+    shapes = _adapter_shapes(path, origin)
     if not shapes:
         # Forcing the download of an adapter that is not there would hide what else is wrong.
         place = {k: v for k, v in origin.items() if k != "force_download"}
         return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs, adapter_kwargs=place)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("revision", "subfolder") or k in own}
-    base = _read_json(path, "adapter_config.json", origin)["base_model_name_or_path"]
+    adapter = _read_json(path, "adapter_config.json", origin)
+    base, rows = adapter["base_model_name_or_path"], _trained_rows(adapter)
     has_magnitudes = any(name.endswith(MAGNITUDE) for name in shapes)
-    if not (has_magnitudes or _has_more_rows(shapes, base, kwargs)):
+    if not (has_magnitudes or _has_more_rows(shapes, rows, base, kwargs)):
         # Without these transformers would look for an adapter in the root only, and in the default cache.
         return AutoModelForCausalLM.from_pretrained(path, *args, **kwargs, adapter_kwargs=origin)
     loaded = AutoModelForCausalLM.from_pretrained(base, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     # transformers would load the adapter into a base without the rows that training added.
-    grow_base(model, shapes)
+    embedding = model.get_input_embeddings()
+    place = PEFT_PREFIX + next(name for name, module in model.named_modules() if module is embedding) + "."
+    saved_rows = [shape[0] for name, shape in shapes.items() if name.startswith(place) and _is_whole(name, shape)]
+    if max([rows, *saved_rows]) > embedding.weight.shape[0]:
+        model.resize_token_embeddings(max([rows, *saved_rows]), mean_resizing=False)
     model.load_adapter(str(path), adapter_kwargs=origin)
     if has_magnitudes:
         from peft import set_peft_model_state_dict
@@ -57,26 +62,23 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
     return loaded
 
 
-def grow_base(model: Any, shapes: dict[str, list[int]]) -> None:
-    """Give the base of an adapter the embedding rows that the adapter was trained with.
+def _trained_rows(adapter: dict[str, Any]) -> int:
+    """Tokens that a base must have for those whose embedding an adapter trains by their numbers.
 
-    Args:
-        shapes: of the adapter's tensors by name, see `adapter_shapes`.
+    PEFT, training on a base from the Hub without a way to it, saves no more than these of an embedding that has grown.
     """
-    embedding = model.get_input_embeddings()
-    place = PEFT_PREFIX + next(name for name, module in model.named_modules() if module is embedding) + "."
-    saved_rows = [shape[0] for name, shape in shapes.items() if name.startswith(place) and _is_whole(name, shape)]
-    if max(saved_rows, default=0) > embedding.weight.shape[0]:
-        model.resize_token_embeddings(max(saved_rows), mean_resizing=False)
+    indices = adapter.get("trainable_token_indices") or []
+    rows = [row for of_layer in indices.values() for row in of_layer] if isinstance(indices, dict) else indices
+    return max(rows, default=-1) + 1
 
 
-def _has_more_rows(shapes: dict[str, list[int]], base: str, kwargs: dict[str, Any]) -> bool:
-    """Whether an adapter holds a whole layer with more rows than its base has tokens."""
+def _has_more_rows(shapes: dict[str, list[int]], rows: int, base: str, kwargs: dict[str, Any]) -> bool:
+    """Whether an adapter needs that many rows, or holds a whole layer with more, and its base has fewer tokens."""
     config = AutoConfig.from_pretrained(
         base, **_hub_kwargs(kwargs), trust_remote_code=kwargs.get("trust_remote_code", False)
     )
-    rows = config.get_text_config().vocab_size
-    return any(_is_whole(name, shape) and shape[0] > rows for name, shape in shapes.items())
+    known = config.get_text_config().vocab_size
+    return rows > known or any(_is_whole(name, shape) and shape[0] > known for name, shape in shapes.items())
 
 
 def _is_whole(name: str, shape: list[int]) -> bool:
@@ -89,7 +91,7 @@ def _adapter_origin(kwargs: dict[str, Any]) -> dict[str, Any]:
     return _hub_kwargs(kwargs) | (kwargs.get("adapter_kwargs") or {})
 
 
-def adapter_shapes(path: str | os.PathLike[str], origin: dict[str, Any]) -> dict[str, list[int]]:
+def _adapter_shapes(path: str | os.PathLike[str], origin: dict[str, Any]) -> dict[str, list[int]]:
     """The shapes of an adapter's tensors by name; empty for all else."""
     if not _has_file(path, "adapter_config.json", origin):
         return {}

@@ -210,6 +210,7 @@ class MarsSFTTrainer(SFTTrainer):
         super()._track_num_input_tokens(inputs)
 
     def train(self, *args, **kwargs):
+        self._card_step = None
         result = super().train(*args, **kwargs)
         # What an adapter has learned is lost to the model when it is unloaded.
         if self._has_masked_stream and self.state.global_step > 0 and not is_peft_model(self.model):

@@ -54,7 +54,10 @@ SPECULATION: dict[str, dict[str, Any]] = {
 def threshold_or_lossless(text: str) -> str:
     """A threshold as it is written, which is what the table calls it, or "lossless"."""
     if text != "lossless":
-        up_to_one(text)
+        try:
+            up_to_one(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, nor 'lossless'") from error
     return text
 
 

@@ -14,8 +14,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
 
-from mars_hf import add_mask_token, get_mars_model
-from mars_hf.pretrained import adapter_shapes, grow_base
+from mars_hf import AutoMarsModelForCausalLM, add_mask_token, get_mars_model
 
 
 def initial_row(base: str, tokenizer_path: Path, dtype: str, seed: int) -> torch.Tensor:
@@ -49,7 +48,8 @@ def main() -> None:
     base_name = origin.base_model_name_or_path
     base = AutoModelForCausalLM.from_pretrained(base_name, revision=origin.revision, dtype=args.dtype)
     # PEFT's own loading grows it to the tokenizer's length, which is less than some adapters were trained with.
-    grow_base(base, adapter_shapes(args.adapter, {}))
+    whole = AutoMarsModelForCausalLM.from_pretrained(args.adapter, dtype=args.dtype)
+    base.resize_token_embeddings(whole.get_input_embeddings().weight.shape[0], mean_resizing=False)
     model = PeftModel.from_pretrained(base, args.adapter).eval()
     generation_config = GenerationConfig.from_pretrained(args.adapter)
     mask = generation_config.mars_mask_token_id

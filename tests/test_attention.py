@@ -103,8 +103,7 @@ def test_the_model_gets_its_attention_back():
 
     with pytest.raises(RuntimeError, match="stop here"):
         model.generate(**inputs, mars_threshold=throttle, max_new_tokens=20)
-    # A prompt is read by the stock one.
-    assert seen == ["sdpa", "mars_grouped_sdpa", "mars_grouped_sdpa"]
+    assert set(seen) == {"mars_grouped_sdpa"}
     assert model.config._attn_implementation == "sdpa"
     model.set_attn_implementation("eager")
     model.generate(**inputs, mars_threshold=0.5, max_new_tokens=8)

@@ -339,6 +339,23 @@ def test_forwards_that_write_a_block_count_for_the_rows_in_it():
     one = generate(model, left_pad(random_prompts([10])), mars_threshold=0.05, max_new_tokens=40, **block)
     assert one.num_forwards > one.accepted_lengths.shape[1]
     assert one.tokens_per_forward.tolist() == pytest.approx([40 / one.num_forwards])
+    # Several rows, of which some have left: a forward that writes a block asks for one logit of each that is in it.
+    rows_written = []
+
+    def note(module, args, kwargs):
+        if kwargs["logits_to_keep"] == 1:
+            rows_written.append(len(kwargs["input_ids"]))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    stop = int(one.sequences[0, 20])
+    inputs = left_pad(random_prompts([10, 6, 8]))
+    output = generate(
+        model, inputs, mars_threshold=0.05, max_new_tokens=40, eos_token_id=stop, pad_token_id=0, **block
+    )
+    steps = output.accepted_lengths.gt(0).sum(-1)
+    forwards = output.accepted_lengths.sum(-1) / output.tokens_per_forward
+    assert (forwards - steps).sum().item() == pytest.approx(sum(rows_written), abs=1e-3)
+    assert len(set(rows_written)) > 1
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 50])

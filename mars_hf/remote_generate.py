@@ -12,8 +12,11 @@ from .class_swap import swap_class
 from .generation import MarsGenerationMixin
 
 
-def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate as `MarsGenerationMixin.generate` does, with all its arguments."""
+def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
+    """Generate as `MarsGenerationMixin.generate` does, with all its arguments.
+
+    transformers passes the model by its name, so that a prompt may come first, as in `model.generate(input_ids)`.
+    """
     swap_class(model, MarsGenerationMixin)
     # On the class: `from_pretrained` has put this function in the way of the model's own `generate`.
     return type(model).generate(model, *args, **kwargs)

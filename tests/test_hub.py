@@ -142,7 +142,8 @@ plain = AutoModelForCausalLM.from_pretrained(folder)
 assert "generate" not in vars(plain)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 options = {"max_new_tokens": 20, "do_sample": False}
-result = {"plain": plain.generate(**inputs, **options), "off": model.generate(**inputs, **options)}
+ids, mask = inputs["input_ids"], {"attention_mask": inputs["attention_mask"]}
+result = {"plain": plain.generate(**inputs, **options), "off": model.generate(ids, **mask, **options)}
 for name, threshold in (("low", 1e-9), ("middle", 0.1), ("high", 1.0)):
     several = model.generate(**inputs, **options, mars_threshold=threshold, return_dict_in_generate=True)
     result[name], result[f"{name} forwards"] = several.sequences, several.num_forwards

@@ -157,4 +157,4 @@ class Chooser:
 def _ignored_columns(processor: Any) -> int:
     """First columns of a text that a repetition penalty leaves out; some of them may be new tokens."""
     ignored = getattr(processor, "prompt_ignore_length", None)
-    return 0 if ignored is None else int(torch.as_tensor(ignored).max())
+    return int(ignored.max()) if isinstance(ignored, Tensor) else ignored or 0

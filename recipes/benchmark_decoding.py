@@ -96,12 +96,14 @@ class Stopwatch:
         self.begin = time.perf_counter()
 
     def _end(self, *_: Any) -> None:
-        if self.first_end is not None:
-            self.forwards += time.perf_counter() - self.begin
-            return
+        # A loop waits for each step anyway, here where what it waits for is the forward's time.
         if self.on_gpu:
             torch.cuda.synchronize()
-        self.first_end = time.perf_counter()
+        now = time.perf_counter()
+        if self.first_end is None:
+            self.first_end = now
+        else:
+            self.forwards += now - self.begin
 
     def remove(self) -> None:
         for hook in self.hooks:

@@ -4,8 +4,9 @@ Runs in vLLM's environment (docs/vllm.md):
 
     python recipes/benchmark_vllm.py CHECKPOINT --data gsm8k/test.jsonl
 
-Each engine is a process of its own, one after the other; a setting is a value of `mars_threshold`, or "lossless". On
-cores that other work shares, `--clock cpu` with OMP_NUM_THREADS=1 counts the seconds that the engine computed.
+For a checkpoint with blocks of 4: each engine drafts 3 tokens. Each is a process of its own, one after the other;
+a setting is a value of `mars_threshold`, or "lossless". On cores that other work shares, `--clock cpu` with
+OMP_NUM_THREADS=1 counts the seconds that the engine computed.
 """
 
 from __future__ import annotations

@@ -173,9 +173,9 @@ class MarsCache(Cache):
         count = self.plan.rows
         self.cursor[:count] = cursor
         self.host_cursor[:count] = host_cursor
-        self.longest = max(self.longest, *self.host_cursor)
         # The plan is for one forward: whatever else writes from now on is not MARS decoding.
         self.plan.slots, self.plan.visible = NOWHERE, max(self.host_cursor)
+        self.longest = max(self.longest, self.plan.visible)
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy what stands in the slots `source` to the slots `target`, both (N, K) int64, in every layer."""

@@ -62,7 +62,7 @@ class MarsDecoder:
         self.state = DecodingState(
             input_ids,
             # As in stock `generate`, a limit is looked at once there is a token.
-            max(min(c.max_length for c in criteria if type(c) is MaxLengthCriteria), input_ids.shape[1] + 1),
+            max(length_limit(criteria), input_ids.shape[1] + 1),
             options.block_size if options.drafts is None else options.drafts.reach,
             options.mask_token_id,
             model_kwargs.get("attention_mask"),
@@ -246,6 +246,11 @@ class MarsDecoder:
             accepted_lengths=accepted,
             tokens_per_forward=new_tokens / ((accepted > 0).sum(-1) + self.proposer.further_forwards),
         )
+
+
+def length_limit(criteria: StoppingCriteriaList) -> int:
+    """Columns of a full sequence. A criterion of the call's own takes the place of the one from `max_new_tokens`."""
+    return min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
 
 
 def make_proposer(model: PreTrainedModel, options: MarsOptions, model_kwargs: dict[str, Any]) -> Proposer:

@@ -87,6 +87,11 @@ def score_targets(
     )
 
 
+def mode_of(trainer: SFTTrainer) -> str:
+    """Under which name `SFTTrainer` keeps the metrics of what it does: `"train"` or `"eval"`."""
+    return "train" if trainer.model.training else "eval"
+
+
 def finish_loss(trainer: SFTTrainer, loss: Tensor, aux_loss: Tensor | None, num_items_in_batch: Any) -> Tensor:
     """What `SFTTrainer` makes of the loss of a batch before the backward pass; logs the router's.
 
@@ -101,7 +106,7 @@ def finish_loss(trainer: SFTTrainer, loss: Tensor, aux_loss: Tensor | None, num_
     if aux_loss is None:
         return loss
     mean = trainer.accelerator.gather_for_metrics(aux_loss.detach()).mean().item()
-    trainer._metrics["train" if trainer.model.training else "eval"]["aux_loss"].append(mean)
+    trainer._metrics[mode_of(trainer)]["aux_loss"].append(mean)
     # A mean over the micro-batch, so accumulation takes the mean of these.
     steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
     return loss + trainer.router_aux_loss_coef * aux_loss.to(loss.device) / steps

@@ -17,7 +17,7 @@ from transformers.generation import GenerationMode, MaxLengthCriteria
 
 from .attention import grouped_heads
 from .cache import MarsCache
-from .decoding import MarsDecoder
+from .decoding import MarsDecoder, length_limit
 from .few_tokens import few_token_products
 from .generation_refusals import refuse_arguments, refuse_inputs, refuse_modes, refuse_paged, refuse_processors
 from .model_refusals import refuse_models
@@ -251,9 +251,7 @@ class MarsGenerationMixin(GenerationMixin):
         if options.is_autoregressive:
             options.block_size = 1
         refuse_processors(logits_processor)
-        # A criterion of the call's own takes the place of the one that `max_new_tokens` makes.
-        max_length = min(c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria)
-        refuse_inputs(self.config, input_ids, max_length, streamer, model_kwargs)
+        refuse_inputs(self.config, input_ids, length_limit(stopping_criteria), streamer, model_kwargs)
         may_stop_early = any(type(criterion) is not MaxLengthCriteria for criterion in stopping_criteria)
         if input_ids.shape[0] > 1 and may_stop_early and generation_config._pad_token_tensor is None:
             raise ValueError(

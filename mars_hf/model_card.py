@@ -164,11 +164,10 @@ def record_results(
             for setting, speed, accuracy in rows
         ),
     ]
-    before, _, after = card.text.partition(f"{MEASURED}\n")
-    tables, heading, rest = after.partition("\n## ")
+    before, tables, rest = _around_tables(card.text)
     parts = [part.strip() for part in re.split(TABLE, tables) if part.strip()]
     kept = [f"{part}\n" for part in parts if part.splitlines()[0] != lines[0].strip()]
-    card.text = "\n".join([before.rstrip() + "\n", f"{MEASURED}\n", *kept, *lines, heading + rest])
+    card.text = "\n".join([before.rstrip() + "\n", f"{MEASURED}\n", *kept, *lines, rest])
     card.data.model_name = card.data.model_name or Path(folder).name
     others = [r for r in card.data.eval_results or [] if (r.dataset_type, r.dataset_split) != (dataset, split)]
     card.data.eval_results = others + [result for row in rows for result in _metadata(row, dataset, split)]
@@ -177,14 +176,20 @@ def record_results(
 
 def keep_results(card: ModelCard, earlier: ModelCard) -> None:
     """Put what `record_results` wrote into an earlier card into a new one, which takes its place."""
-    _, heading, after = earlier.text.partition(f"{MEASURED}\n")
-    if not heading:
+    _, tables, _ = _around_tables(earlier.text)
+    if not tables:
         return
-    tables, _, _ = after.partition("\n## ")
-    card.text = f"{card.text.rstrip()}\n\n{heading}{tables.rstrip()}\n"
+    card.text = f"{card.text.rstrip()}\n\n{MEASURED}\n{tables.rstrip()}\n"
     data: Any = card.data
     data.model_name = data.model_name or earlier.data.get("model_name")
     data.eval_results = earlier.data.get("eval_results")
+
+
+def _around_tables(text: str) -> tuple[str, str, str]:
+    """The text of a card before its measured part, that part, and what stands behind it."""
+    before, _, after = text.partition(f"{MEASURED}\n")
+    tables, heading, rest = after.partition("\n## ")
+    return before, tables, heading + rest
 
 
 def _read_row(row: Mapping[str, Any]) -> tuple[str, float, float | None]:

@@ -51,8 +51,9 @@ def load_checkpoint(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> 
     embedding = model.get_input_embeddings()
     place = PEFT_PREFIX + next(name for name, module in model.named_modules() if module is embedding) + "."
     saved_rows = [shape[0] for name, shape in shapes.items() if name.startswith(place) and _is_whole(name, shape)]
-    if max([rows, *saved_rows]) > embedding.weight.shape[0]:
-        model.resize_token_embeddings(max([rows, *saved_rows]), mean_resizing=False)
+    rows = max([rows, *saved_rows])
+    if rows > embedding.weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=False)
     model.load_adapter(str(path), adapter_kwargs=origin)
     if has_magnitudes:
         from peft import set_peft_model_state_dict

@@ -28,14 +28,14 @@ class Proposer:
     Attributes:
         window: B, which may change from step to step.
         num_forwards: forward passes so far.
-        further_forwards: forward passes of each row (R,) that were no step of its own, or 0.
+        further_forwards: forward passes of each row that were no step of its own, (R,) int64, or (1,) for all alike.
         width: W of the last forward, where that one is a step's like any other, else None.
     """
 
     def __init__(self, model: PreTrainedModel, window: int) -> None:
         self.model, self.window = model, window
         self.num_forwards = 0
-        self.further_forwards: Tensor | int = 0
+        self.further_forwards = torch.zeros(1, dtype=torch.long, device="cpu")
         self.width: int | None = None
         self.arguments = decoding_arguments(model, 0)
 
@@ -188,7 +188,7 @@ class BlockProposer(CursorProposer):
     def propose(self, state: DecodingState) -> Tensor:
         if self.num_forwards == 0:
             self.frozen = state.prompt
-            self.further_forwards = self.blocks_written = torch.zeros(state.batch, dtype=torch.long, device="cpu")
+            self.further_forwards = torch.zeros(state.batch, dtype=torch.long, device="cpu")
             return super().propose(state)
         if all(self.waiting(state)):
             self._close_block(state)
@@ -206,5 +206,5 @@ class BlockProposer(CursorProposer):
         self.cache.plan_write(columns, end, first=self.frozen)
         ids = state.tokens[state.rows[:, None], columns]
         self.forward_columns(state, ids, columns, 1, partial(decode_mask, columns, state.key_mask[state.rows, :end]))
-        self.blocks_written[state.host_rows] += 1
+        self.further_forwards[state.host_rows] += 1
         self.frozen = end

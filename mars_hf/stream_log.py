@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
+from .fused_head import mode_of
 from .losses import TokenScores, stream_metrics, stream_sums
 from .streams import batch_layout, predicts_own_block
 
@@ -77,7 +78,7 @@ def _add(trainer: SFTTrainer, sums: dict[str, float]) -> None:
 
 def _totals(trainer: SFTTrainer) -> dict[str, float]:
     """The sums over what was trained on, or evaluated, since the last log."""
-    return trainer._stream_totals[_mode(trainer)]
+    return trainer._stream_totals[mode_of(trainer)]
 
 
 def _over_processes(trainer: SFTTrainer, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -86,8 +87,4 @@ def _over_processes(trainer: SFTTrainer, sums: dict[str, Tensor]) -> dict[str, f
 
 
 def _metrics(trainer: SFTTrainer) -> dict[str, Any]:
-    return trainer._metrics[_mode(trainer)]
-
-
-def _mode(trainer: SFTTrainer) -> str:
-    return "train" if trainer.model.training else "eval"
+    return trainer._metrics[mode_of(trainer)]

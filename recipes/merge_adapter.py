@@ -25,6 +25,11 @@ def initial_row(base: str, tokenizer_path: Path, dtype: str, seed: int) -> torch
     return model.get_input_embeddings().weight[mask_token_id].detach()
 
 
+def trained_rows(adapter: Path, dtype: str) -> int:
+    """The rows of the embedding that an adapter was trained with."""
+    return AutoMarsModelForCausalLM.from_pretrained(adapter, dtype=dtype).get_input_embeddings().weight.shape[0]
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,10 +51,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.adapter)
     origin = PeftConfig.from_pretrained(args.adapter)
     base_name = origin.base_model_name_or_path
+    # Before the base is there, so that memory holds one model at a time.
+    rows = trained_rows(args.adapter, args.dtype)
     base = AutoModelForCausalLM.from_pretrained(base_name, revision=origin.revision, dtype=args.dtype)
     # PEFT's own loading grows it to the tokenizer's length, which is less than some adapters were trained with.
-    whole = AutoMarsModelForCausalLM.from_pretrained(args.adapter, dtype=args.dtype)
-    base.resize_token_embeddings(whole.get_input_embeddings().weight.shape[0], mean_resizing=False)
+    base.resize_token_embeddings(rows, mean_resizing=False)
     model = PeftModel.from_pretrained(base, args.adapter).eval()
     generation_config = GenerationConfig.from_pretrained(args.adapter)
     mask = generation_config.mars_mask_token_id

@@ -18,7 +18,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
 from ..checks import check_count
-from ..fused_head import finish_loss, score_targets
+from ..fused_head import finish_loss, mode_of, score_targets
 from ..loading import give_mask_token, init_kwargs_used_up, load_model, load_tokenizer
 from ..mask_token import find_mask_token
 from ..masks import CLEAN, PADDING, stream_layout
@@ -236,7 +236,7 @@ class BlockDiffusionTrainer(SFTTrainer):
         sums = torch.stack([(outputs.is_top1.bool() & is_masked).sum(), is_masked.sum()]).float()
         correct, masked = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
         if masked > 0:
-            self._metrics["train" if self.model.training else "eval"]["mask_accuracy"].append(correct / masked)
+            self._metrics[mode_of(self)]["mask_accuracy"].append(correct / masked)
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

@@ -1,8 +1,8 @@
 """Linear layers of a decoding step on a CPU: few tokens, so the weights must be read once and where they lie.
 
 For a product with one token a BLAS reads the weights once. For several it may first repack them, which costs more than
-the product, unless it is asked for the transposed product. Which of the two is the faster depends on the library and
-the processor, so it is measured, once per process.
+the product. It is spared that if it is asked for the transposed product, or if the weights are kept in the layout of
+the product. Which is the fastest depends on the library and the processor, so it is measured, once per process.
 
 Shapes: T tokens of a forward, K inputs and N outputs of a layer.
 """
@@ -19,18 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-# For one token nothing is repacked, and beyond so many the repacking no longer counts.
-FEWEST, MOST = 2, 64
+from .prepacked import can_prepack, forget, forget_changed, have_room, prepack, prepacked_linear, prepacked_weight
+
+# Beyond so many tokens the repacking no longer counts.
+MOST = 64
 # Bytes of a weight from which on it counts: smaller ones lie in a core's own cache, where repacking costs little.
 SMALLEST = 2**18
 # A measurement walks over so many bytes of weights, in pieces: more than a cache of the processor holds of them.
 PIECE, WALK = 2**22, 2**25
 ROUNDS = 3
-# What the transposed product must save to be chosen: less may be noise.
+# What a product must save of the time of a simpler one to be chosen: less may be noise.
 SAVING = 0.1
 
-# By dtype, K, N, the largest T that the measurement stands for, and threads.
-_IS_TRANSPOSED_FASTER: dict[tuple[torch.dtype, int, int, int, int], bool] = {}
+PLAIN, TRANSPOSED, PREPACKED = "plain", "transposed", "prepacked"
+# By dtype, K, N, the largest T that the measurement stands for, threads, and whether prepacked weights take part.
+_FASTEST: dict[tuple[torch.dtype, int, int, int, int, bool], str] = {}
 
 
 def transposed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,44 +43,64 @@ def transposed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None
     return product.t().reshape(*inputs.shape[:-1], weight.shape[0]).contiguous()
 
 
-def is_transposed_faster(weights: list[Tensor], tokens: int) -> bool:
-    """Whether `transposed_linear` beats `linear` for so many tokens and layers of this shape (each (N, K))."""
+def fastest_product(weights: list[Tensor], tokens: int, may_prepack: bool) -> str:
+    """`PLAIN`, `TRANSPOSED` or `PREPACKED`, for so many tokens and layers of this shape (each (N, K))."""
     bucket = 1 << (tokens - 1).bit_length()
-    size = weights[0].shape
-    key = (weights[0].dtype, size[1], size[0], bucket, torch.get_num_threads())
-    if key not in _IS_TRANSPOSED_FASTER:
-        rows = max(1, PIECE // (size[1] * weights[0].element_size()))
-        pieces = [piece for weight in weights for piece in weight.split(rows)]
-        pieces = pieces[: max(1, WALK // (pieces[0].numel() * pieces[0].element_size()))]
-        inputs = torch.zeros(bucket, size[1], dtype=weights[0].dtype, device="cpu")
-        # By turns, so that whatever else the machine does meets both.
-        rounds = [
-            [_seconds(product, inputs, pieces) for product in (linear, transposed_linear)] for _ in range(ROUNDS)
-        ]
-        plain, transposed = (min(seconds) for seconds in zip(*rounds, strict=True))
-        _IS_TRANSPOSED_FASTER[key] = transposed < (1 - SAVING) * plain
-    return _IS_TRANSPOSED_FASTER[key]
+    first = weights[0]
+    key = (first.dtype, first.shape[1], first.shape[0], bucket, torch.get_num_threads(), may_prepack)
+    if key not in _FASTEST:
+        rows = max(1, PIECE // (first.shape[1] * first.element_size()))
+        pieces = [piece.detach() for weight in weights for piece in weight.split(rows)]
+        pieces = pieces[: max(1, WALK // pieces[0].nbytes)]
+        inputs = torch.zeros(bucket, first.shape[1], dtype=first.dtype, device="cpu")
+        products: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]] = {
+            PLAIN: (linear, pieces),
+            TRANSPOSED: (transposed_linear, pieces),
+        }
+        if may_prepack and can_prepack(first.dtype):
+            products[PREPACKED] = prepacked_linear, [prepack(piece) for piece in pieces]
+        # By turns, so that whatever else the machine does meets all of them.
+        rounds = [{name: _seconds(*product, inputs) for name, product in products.items()} for _ in range(ROUNDS)]
+        seconds = {name: min(measured[name] for measured in rounds) for name in products}
+        fastest = PLAIN
+        # The last one takes memory, so it must save something over both of the others.
+        for name in products:
+            if seconds[name] < (1 - SAVING) * seconds[fastest]:
+                fastest = name
+        _FASTEST[key] = fastest
+    return _FASTEST[key]
 
 
-def _seconds(product: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, pieces: list[Tensor]) -> float:
+def _seconds(product: Callable[[Tensor, Tensor], Tensor], weights: list[Tensor], inputs: Tensor) -> float:
     began = time.perf_counter()
-    for piece in pieces:
-        product(inputs, piece)
+    for weight in weights:
+        product(inputs, weight)
     return time.perf_counter() - began
 
 
 @contextmanager
-def few_token_products(model: nn.Module) -> Iterator[None]:
-    """Let the linear layers on the CPU use the faster product for few tokens, for as long as the context lasts.
+def few_token_products(model: nn.Module, may_prepack: bool = True) -> Iterator[None]:
+    """Let the linear layers on the CPU use the fastest product for few tokens, for as long as the context lasts.
 
     Layers that are small or not plain (subclasses, quantised weights, a `forward` of their own) are left as they are.
+
+    Args:
+        model: the model whose layers these are.
+        may_prepack: whether copies of the weights may be kept in another layout, as long as the layers live. They are
+            made where they are faster and all of them fit into half of the memory that is available. If not, those
+            that an earlier context has made are freed.
     """
     layers = [module for module in model.modules() if _is_plain(module)]
+    if may_prepack:
+        forget_changed(layers)
+        may_prepack = have_room(layers)
+    else:
+        forget(layers)
     alike: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
     for layer in layers:
         weights = alike.setdefault((layer.weight.shape, layer.weight.dtype), [])
         weights.append(layer.weight)
-        layer.__dict__["forward"] = partial(_forward, layer, weights)
+        layer.__dict__["forward"] = partial(_forward, layer, weights, may_prepack)
     try:
         yield
     finally:
@@ -97,9 +120,13 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def _forward(layer: nn.Linear, alike: list[Tensor], inputs: Tensor) -> Tensor:
+def _forward(layer: nn.Linear, alike: list[Tensor], may_prepack: bool, inputs: Tensor) -> Tensor:
     tokens = inputs.numel() // inputs.shape[-1]
-    few = FEWEST <= tokens <= MOST and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-    if few and inputs.dtype == layer.weight.dtype and is_transposed_faster(alike, tokens):
-        return transposed_linear(inputs, layer.weight, layer.bias)
+    few = 1 <= tokens <= MOST and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    if few and inputs.dtype == layer.weight.dtype:
+        product = fastest_product(alike, tokens, may_prepack)
+        if product == PREPACKED:
+            return prepacked_linear(inputs, prepacked_weight(layer), layer.bias)
+        if product == TRANSPOSED:
+            return transposed_linear(inputs, layer.weight, layer.bias)
     return linear(inputs, layer.weight, layer.bias)

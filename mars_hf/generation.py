@@ -54,6 +54,7 @@ class MarsGenerationMixin(GenerationMixin):
         mars_draft_choices: int | None = None,
         mars_tree_budget: int | str | None = None,
         mars_adaptive_window: bool | None = None,
+        mars_prepack_weights: bool | None = None,
         **kwargs: Any,
     ) -> Tensor | MarsGenerateOutput:
         """Generate as `transformers.GenerationMixin.generate` does, several tokens per forward pass.
@@ -86,6 +87,9 @@ class MarsGenerationMixin(GenerationMixin):
                 slower than one token at a time. The text may differ from that of a fixed window, and from run to
                 run, since a candidate may be proposed at another depth; each one that is accepted had the
                 confidence at the depth at which it was proposed.
+            mars_prepack_weights: whether, on a CPU, copies of weights may be kept while the model lives, in the layout
+                in which products with several tokens are faster, if all fit into half of the available memory; True by
+                default. False frees those of earlier calls.
 
         Returns:
             The sequences, or with `return_dict_in_generate=True` a `MarsGenerateOutput`.
@@ -105,6 +109,7 @@ class MarsGenerationMixin(GenerationMixin):
             "mars_draft_choices": mars_draft_choices,
             "mars_tree_budget": mars_tree_budget,
             "mars_adaptive_window": mars_adaptive_window,
+            "mars_prepack_weights": mars_prepack_weights,
         }
         given = {name: value for name, value in given.items() if value is not None}
         arguments = inspect.signature(super().generate).bind_partial(*args, **kwargs).arguments
@@ -260,7 +265,7 @@ class MarsGenerationMixin(GenerationMixin):
         decoder = MarsDecoder(
             self, input_ids, options, generation_config, logits_processor, stopping_criteria, streamer, model_kwargs
         )
-        with grouped_heads(self), few_token_products(self):
+        with grouped_heads(self), few_token_products(self, options.prepack_weights):
             return decoder.run()
 
 

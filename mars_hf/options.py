@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "mars_draft_choices": 1,
     "mars_tree_budget": None,
     "mars_adaptive_window": False,
+    "mars_prepack_weights": True,
 }
 CACHES = ("cursor", "block", "none")
 NO_MASK = -1
@@ -74,6 +75,7 @@ class MarsOptions:
         confidence: a measure of `acceptance.confidence_of`.
         drafts: the arguments of lossless decoding; None for decoding by threshold.
         adaptive_window: whether a step may have fewer candidates, where fewer are faster.
+        prepack_weights: whether a CPU may keep copies of weights in a faster layout.
     """
 
     threshold: Threshold | None
@@ -84,6 +86,7 @@ class MarsOptions:
     confidence: str
     drafts: DraftOptions | None = None
     adaptive_window: bool = False
+    prepack_weights: bool = True
 
     @property
     def widest_step(self) -> int:
@@ -125,6 +128,7 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
     check_ranges(config)
     cache_block_size = config.mars_cache_block_size
     options = MarsOptions(None, block_size, mask_token_id, config.mars_cache, cache_block_size, config.mars_confidence)
+    options.prepack_weights = config.mars_prepack_weights
     if config.mars_lossless:
         options.drafts = resolve_drafts(config)
     elif callable(config.mars_threshold):
@@ -174,7 +178,7 @@ def check_ranges(config: GenerationConfig) -> None:
     if config.mars_confidence not in CONFIDENCES:
         raise ValueError(f"`mars_confidence` must be one of {', '.join(CONFIDENCES)}, got {config.mars_confidence!r}.")
     check_draft_ranges(config)
-    for name in ("mars_lossless", "mars_adaptive_window"):
+    for name in ("mars_lossless", "mars_adaptive_window", "mars_prepack_weights"):
         if not isinstance(value := getattr(config, name), bool):
             raise ValueError(f"`{name}` must be True or False, got {value!r}.")
 

@@ -223,11 +223,13 @@ WITHOUT_EFFECT = {
     "off, draft length": ({"mars_draft_length": 3}, r"`mars_draft_length=3` .* set `mars_lossless=True`\.$"),
     "off, budget": ({"mars_tree_budget": 3}, r"`mars_tree_budget=3` .* set `mars_lossless=True`\.$"),
     "off, window": ({"mars_adaptive_window": True}, "`mars_adaptive_window=True` .* set `mars_threshold`"),
+    "off, prepacking": ({"mars_prepack_weights": False}, "`mars_prepack_weights=False` .* set `mars_threshold`"),
     "off, mask": ({"mars_mask_token_id": 5}, "`mars_mask_token_id=5` .* set `mars_threshold`"),
     "off, bogus cache": ({"mars_cache": "bogus"}, "`mars_cache` must be one of"),
     "off, bogus block size": ({"mars_block_size": 0}, "`mars_block_size` must be"),
     "bogus lossless": ({"mars_lossless": "yes"}, "`mars_lossless` must be True or False"),
     "bogus window": ({**ON, "mars_adaptive_window": 3}, "`mars_adaptive_window` must be True or False"),
+    "bogus prepacking": ({**ON, "mars_prepack_weights": 3}, "`mars_prepack_weights` must be True or False"),
     "window, block": ({**ON, "mars_adaptive_window": True, "mars_cache": "block"}, "needs `mars_cache='cursor'`"),
 }
 

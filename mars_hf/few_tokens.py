@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from .prepacked import can_prepack, forget, forget_changed, have_room, prepack, prepacked_linear, prepacked_weight
+from .prepacked import (
+    can_prepack,
+    forget,
+    forget_changed,
+    have_room,
+    is_prepacked,
+    prepack,
+    prepacked_linear,
+    prepacked_weight,
+)
 
 # Beyond so many tokens the repacking no longer counts.
 MOST = 64
@@ -87,20 +96,23 @@ def few_token_products(model: nn.Module, may_prepack: bool = True) -> Iterator[N
     Args:
         model: the model whose layers these are.
         may_prepack: whether copies of the weights may be kept in another layout, as long as the layers live. They are
-            made where they are faster and all of them fit into half of the memory that is available. If not, those
-            that an earlier context has made are freed.
+            made where they are faster, and only as long as all that are lacking fit into half of the memory that is
+            available. False frees those that earlier contexts have made.
     """
-    layers = [module for module in model.modules() if _is_plain(module)]
+    modules = list(model.modules())
+    layers = [module for module in modules if _is_plain(module)]
     if may_prepack:
-        forget_changed(layers)
-        may_prepack = have_room(layers)
+        forget_changed(modules)
+        changing = _changing(modules)
+        has_room = have_room(layer for layer in layers if layer not in changing)
     else:
-        forget(layers)
+        forget(modules)
     alike: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
     for layer in layers:
         weights = alike.setdefault((layer.weight.shape, layer.weight.dtype), [])
         weights.append(layer.weight)
-        layer.__dict__["forward"] = partial(_forward, layer, weights, may_prepack)
+        prepacks = may_prepack and layer not in changing and (has_room or is_prepacked(layer))
+        layer.__dict__["forward"] = partial(_forward, layer, weights, prepacks)
     try:
         yield
     finally:
@@ -118,6 +130,15 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
         and module.weight.nbytes >= SMALLEST
         and "forward" not in module.__dict__
     )
+
+
+def _changing(modules: list[nn.Module]) -> set[nn.Module]:
+    """Modules whose weights a forward may change: by a hook, or where PEFT has put off to unmerge its adapters."""
+    hooked = {module for module in modules if module._forward_pre_hooks}
+    merged = (
+        m for m in modules if getattr(m, "merged", False) is True and getattr(m, "disable_adapters", False) is True
+    )
+    return hooked.union(*(module.modules() for module in merged))
 
 
 def _forward(layer: nn.Linear, alike: list[Tensor], may_prepack: bool, inputs: Tensor) -> Tensor:

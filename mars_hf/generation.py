@@ -33,6 +33,7 @@ from .options import (
     resolve_options,
 )
 from .outputs import EndRecorder, MarsGenerateOutput
+from .prepacked import forget
 
 
 class MarsGenerationMixin(GenerationMixin):
@@ -242,6 +243,9 @@ class MarsGenerationMixin(GenerationMixin):
                 streamer,
                 **model_kwargs,
             )
+        if not options.prepack_weights:
+            # Here, since the stock loop has no use for them either.
+            forget(self.modules())
         # The stopping criteria have the tokenizer already; the model's forward does not want it.
         model_kwargs.pop("tokenizer", None)
         if isinstance(options.threshold, Tensor):

@@ -50,7 +50,8 @@ class MarsLM(HFLM):
         self.num_tokens = self.num_forwards = 0
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        if "mars_threshold" not in generation_kwargs and not generation_kwargs.get("mars_lossless"):
+        sources = generation_kwargs, vars(self.model.generation_config)
+        if not any(source.get("mars_threshold") is not None or source.get("mars_lossless") for source in sources):
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         output = super()._model_generate(context, max_length, stop, return_dict_in_generate=True, **generation_kwargs)
         new_tokens = output.accepted_lengths.sum(-1)

@@ -240,7 +240,7 @@ def check_threshold(threshold: Any, confidence: str, batch: int | None = None) -
     Args:
         threshold: a number, a sequence of numbers or a tensor.
         confidence: the measure it is for.
-        batch: N, where it is known.
+        batch: N, where it is known, which is where it was checked without it, or comes from a callable.
 
     Raises:
         ValueError: for thresholds outside (0, 1] (entropy: negative or infinite), NaN, or a wrong number of them.
@@ -260,8 +260,8 @@ def check_threshold(threshold: Any, confidence: str, batch: int | None = None) -
         raise ValueError(
             f"`mars_threshold` must be one number or one per row of the batch{rows}, got shape {tuple(values.shape)}."
         )
-    # Looking at values that live on an accelerator would make the host wait for it, each step.
-    if values.device.type == "cpu":
+    # Looking at values that live on an accelerator makes the host wait for it: once, but not each step.
+    if batch is None or values.device.type == "cpu":
         if confidence == "entropy":
             valid, allowed = (values >= 0) & values.isfinite(), "a finite number of nats, 0 or more"
         else:

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-try:
-    import psutil
-except ImportError:
-    # The copy of this file that a checkpoint carries runs where there may be nothing but torch and transformers.
-    psutil = None
+from .memory import available_memory
 
-# Where a control group bounds the memory of a container, in bytes, and what it has of it.
-GROUP_LIMIT, GROUP_USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 # The layout is chosen for so many tokens; made for one, it is the layout that the weights have already.
 TYPICAL_TOKENS = 8
 
@@ -34,7 +27,7 @@ class Prepacked(NamedTuple):
 
 
 # As long as the layers live. Not an attribute of theirs: that would be copied and pickled with them.
-_KEPT: WeakKeyDictionary[nn.Linear, Prepacked] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[nn.Module, Prepacked] = WeakKeyDictionary()
 
 
 def prepack(weight: Tensor) -> Tensor:
@@ -50,7 +43,7 @@ def prepacked_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None)
 @cache
 def can_prepack(dtype: torch.dtype) -> bool:
     """Whether this build of torch, on this processor, has such products of a dtype."""
-    if psutil is None or not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():
         return False
     try:
         # What these operators take is torch's own business, so it is tried.
@@ -75,41 +68,37 @@ def _fingerprint(weight: Tensor) -> Tensor:
     does, leaves the version as it was.
     """
     weight = weight.detach().float()
-    shares = torch.linspace(0.5, 1.5, weight.shape[1], device="cpu")
+    shares = torch.linspace(0.5, 1.5, weight.shape[1], dtype=torch.float32, device="cpu")
     return prepacked_linear(shares[None], weight)
 
 
-def forget(layers: Iterable[nn.Linear]) -> None:
-    """Free what is kept for these layers."""
-    for layer in layers:
-        _KEPT.pop(layer, None)
+def is_prepacked(layer: nn.Module) -> bool:
+    """Whether the weight of a layer is kept in the other layout."""
+    return layer in _KEPT
 
 
-def forget_changed(layers: Iterable[nn.Linear]) -> None:
-    """Free what is kept for those of these layers whose weights are no longer those that were prepacked."""
-    for layer in layers:
-        kept = _KEPT.get(layer)
-        # An equal fingerprint of another shape or dtype is another weight's.
-        if kept is not None and not (
-            kept.weight.shape == layer.weight.shape
-            and kept.weight.dtype == layer.weight.dtype
-            and torch.equal(kept.fingerprint, _fingerprint(layer.weight))
-        ):
-            del _KEPT[layer]
+def forget(modules: Iterable[nn.Module]) -> None:
+    """Free what is kept for any of these modules."""
+    for module in modules:
+        _KEPT.pop(module, None)
+
+
+def forget_changed(modules: Iterable[nn.Module]) -> None:
+    """Free what is kept for those of these modules whose weights are no longer those that were prepacked."""
+    for module in modules:
+        kept = _KEPT.get(module)
+        if kept is not None and not (isinstance(module.weight, Tensor) and _is_of(kept, module.weight)):
+            # Another thread may have found the same, and been faster.
+            _KEPT.pop(module, None)
+
+
+def _is_of(kept: Prepacked, weight: Tensor) -> bool:
+    # An equal fingerprint of another shape or dtype is another weight's.
+    same_form = (weight.device.type, weight.shape, weight.dtype) == ("cpu", kept.weight.shape, kept.weight.dtype)
+    return same_form and torch.equal(kept.fingerprint, _fingerprint(weight))
 
 
 def have_room(layers: Iterable[nn.Linear]) -> bool:
     """Whether the copies that these layers lack fit into half of the memory that is available, if that is known."""
     lacking = sum(layer.weight.nbytes for layer in layers if layer not in _KEPT)
-    return psutil is not None and 2 * lacking <= available_memory()
-
-
-def available_memory() -> int:
-    """Bytes that this process may still take, from the machine and from the control group of its container."""
-    available = psutil.virtual_memory().available
-    try:
-        limit, used = (int(path.read_text()) for path in (GROUP_LIMIT, GROUP_USED))
-    except (OSError, ValueError):
-        # No group, or one whose limit is "max".
-        return available
-    return min(available, max(0, limit - used))
+    return lacking == 0 or 2 * lacking <= (available_memory() or 0)

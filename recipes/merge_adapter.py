@@ -51,7 +51,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.adapter)
     origin = PeftConfig.from_pretrained(args.adapter)
     base_name = origin.base_model_name_or_path
-    # Before the base is there, so that memory holds one model at a time.
+    # Before the model is there, so that memory holds no third one.
     rows = trained_rows(args.adapter, args.dtype)
     base = AutoModelForCausalLM.from_pretrained(base_name, revision=origin.revision, dtype=args.dtype)
     # PEFT's own loading grows it to the tokenizer's length, which is less than some adapters were trained with.

@@ -162,18 +162,26 @@ def test_min_new_tokens_is_kept():
     assert output.accepted_lengths.max() > 1
 
 
-@pytest.mark.parametrize("tau", [1e-9, 0.3])
-def test_mask_never_comes_out_even_if_it_is_the_likeliest_token(tau):
-    model = tiny_model()
+@pytest.mark.parametrize("preferred", [15.0, 100.0])
+def test_mask_never_comes_out_even_if_it_is_the_likeliest_token(preferred):
+    model, tau = tiny_model(eos_token_id=None), 1e-9
     with torch.no_grad():
-        # A head that prefers [MASK] everywhere.
+        # A head that prefers [MASK] everywhere, by so much that nothing else is accepted behind one, or by less.
         head = model.get_output_embeddings()
         head.bias = torch.nn.Parameter(torch.zeros(head.weight.shape[0]))
-        head.bias[MASK] = 100.0
-    inputs = left_pad(random_prompts([4, 7]))
-    for cache in ("cursor", "none"):
-        assert MASK not in generate(model, inputs, tau, mars_cache=cache).sequences
-    assert MASK not in generate(model, inputs, tau, do_sample=True).sequences
+        head.bias[MASK] = preferred
+        logits = model(**left_pad(random_prompts([7]))).logits
+    assert (logits.argmax(-1) == MASK).all()
+    prompts = random_prompts([4, 7])
+    for cache in ("cursor", "block", "none"):
+        for sample in (False, True):
+            output = generate(model, left_pad(prompts), tau, mars_cache=cache, do_sample=sample)
+            assert MASK not in output.sequences
+            assert (output.accepted_lengths.max() > 1) == (preferred < 100)
+            if not sample:
+                for row, prompt in enumerate(prompts):
+                    expected, _ = brute_force(model, prompt, tau, eos=())
+                    assert new_tokens(output, row, 7)[: len(expected)] == expected
 
 
 @pytest.mark.parametrize(

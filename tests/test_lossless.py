@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import make_tokenizer
 from decoding_models import EOS, FAMILIES, MASK, PAD, left_pad, random_prompts, tiny_model
 from test_features import TailMatch
-from transformers import StoppingCriteriaList
+from test_generate_arguments import WIDTH, WORKS
+from transformers import StoppingCriteriaList, TextIteratorStreamer
 
 MAX_NEW = 24
 
@@ -74,11 +76,14 @@ def test_every_step_accepts_what_the_definition_accepts(draft_length):
     assert output.tokens_per_forward.mean() > 1.25
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_are_confirmed(family):
-    model = agreeing_model(family)
-    output = lossless(model, left_pad(random_prompts([5, 11, 3, 8])), eos_token_id=None)
-    assert output.tokens_per_forward.mean() > 1.25
+    # The weights of a seed that agrees with itself.
+    model = agreeing_model(family, seed=1 if family == "gpt_neox" else 0)
+    inputs = left_pad(random_prompts([5, 11, 3, 8]))
+    output = lossless(model, inputs, eos_token_id=None)
+    assert torch.equal(output.sequences, stock(model, inputs, eos_token_id=None))
+    assert output.tokens_per_forward.mean() > 1.1
 
 
 @pytest.mark.parametrize(
@@ -99,6 +104,66 @@ def test_processors_and_limits_equal_stock_generate(kwargs):
     inputs = left_pad(random_prompts([6, 9, 4]), extra=3)
     output = lossless(model, inputs, **kwargs)
     assert torch.equal(output.sequences, stock(model, inputs, **kwargs))
+
+
+@pytest.mark.parametrize("name", [name for name, settings in WORKS.items() if not settings.get("do_sample")])
+def test_every_setting_equals_stock_generate(name):
+    model = agreeing_model(seed=6)
+    kwargs = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": PAD, "return_dict_in_generate": True}
+    kwargs |= WORKS[name]
+    inputs = left_pad(random_prompts([6, WIDTH, 4, 8, 7]))
+    ours = lossless(model, inputs, **kwargs)
+    theirs = stock(model, inputs, **{"suppress_tokens": [MASK], **kwargs})
+    assert torch.equal(ours.sequences, theirs.sequences)
+    # A bias that rules the text is none of what the [MASK]s know.
+    assert ours.accepted_lengths.max() > 1 or name == "sequence_bias"
+    for field in ("scores", "logits"):
+        for mine, others in zip(getattr(ours, field) or (), getattr(theirs, field) or (), strict=True):
+            torch.testing.assert_close(mine, others, atol=1e-3, rtol=1e-3)
+
+
+def test_two_hundred_prompts_in_batches_of_eight():
+    model = agreeing_model(seed=6)
+    lengths = torch.randint(1, 24, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = random_prompts(lengths)
+    tokens = forwards = 0.0
+    for first in range(0, 200, 8):
+        inputs = left_pad(prompts[first : first + 8])
+        output = lossless(model, inputs)
+        assert torch.equal(output.sequences, stock(model, inputs))
+        tokens += float(output.accepted_lengths.sum())
+        forwards += float((output.accepted_lengths > 0).sum())
+    assert tokens / forwards > 1.25
+
+
+def test_stop_strings_streams_and_time():
+    tokenizer, model = make_tokenizer(), agreeing_model(seed=2, vocab_size=300, eos_token_id=None)
+    model.generation_config.mars_mask_token_id = 299
+    letters = set(tokenizer("abcdefghijklmnopqrstuvwxyz")["input_ids"])
+    kwargs = {"tokenizer": tokenizer, "suppress_tokens": [token for token in range(300) if token not in letters]}
+    inputs = tokenizer(["hello world", "abc"], return_tensors="pt", padding=True, padding_side="left")
+    width = inputs["input_ids"].shape[1]
+    free = [tokenizer.decode(row[width:]) for row in stock(model, inputs, **kwargs)]
+    # The first three letters of each text, from its tenth on, that did not stand there before.
+    kwargs["stop_strings"] = [
+        next(text[k : k + 3] for k in range(10, 20) if text.index(text[k : k + 3]) == k) for text in free
+    ]
+    output, expected = lossless(model, inputs, **kwargs), stock(model, inputs, **kwargs)
+    assert output.accepted_lengths.max() > 1
+    # Without an end token the stock loop goes on with a row that has stopped until all have.
+    ends = [width + int(count) for count in output.accepted_lengths.sum(-1)]
+    assert max(ends) == expected.shape[1] < width + MAX_NEW
+    for row, end in enumerate(ends):
+        assert torch.equal(output.sequences[row, :end], expected[row, :end])
+        assert any(tokenizer.decode(expected[row, width:end]).endswith(stop) for stop in kwargs["stop_strings"])
+
+    alone = tokenizer("hello world", return_tensors="pt")
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    kwargs.pop("stop_strings")
+    streamed = lossless(model, alone, streamer=streamer, **kwargs)
+    assert streamed.accepted_lengths.max() > 1
+    assert "".join(streamer) == tokenizer.decode(stock(model, alone, **kwargs)[0, alone["input_ids"].shape[1] :])
+    assert lossless(model, alone, max_time=0.0).num_forwards == 1
 
 
 def test_stateful_criteria_equal_stock_generate():

@@ -13,7 +13,7 @@ from torch import nn
 
 from mars_hf import few_tokens, prepacked
 from mars_hf.few_tokens import PREPACKED, few_token_products
-from mars_hf.prepacked import available_memory, can_prepack, prepack, prepacked_linear
+from mars_hf.prepacked import can_prepack, prepack, prepacked_linear
 
 pytestmark = pytest.mark.skipif(not can_prepack(torch.float32), reason="torch without oneDNN")
 
@@ -128,33 +128,77 @@ def test_they_live_as_long_as_the_layer_and_are_no_part_of_it():
 def test_only_as_much_as_fits_into_half_of_the_memory(monkeypatch):
     layers = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
     needed = sum(layer.weight.nbytes for layer in layers)
-    for available, fits in ((2 * needed - 1, False), (2 * needed, True)):
+    for available, fits in ((None, False), (2 * needed - 1, False), (2 * needed, True)):
         monkeypatch.setattr(prepacked, "available_memory", lambda available=available: available)
         through(layers, torch.randn(3, 8))
         assert [layer in prepacked._KEPT for layer in layers] == [fits, fits]
-    # What is kept already has room.
+
+
+def test_what_is_kept_goes_on_where_the_rest_has_no_room(monkeypatch):
+    layers = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    through(layers[0], torch.randn(3, 8))
+    kept = prepacked._KEPT[layers[0]].weight
     monkeypatch.setattr(prepacked, "available_memory", lambda: 0)
+    used, product = [], few_tokens.prepacked_linear
+    monkeypatch.setattr(few_tokens, "prepacked_linear", lambda x, w, b: (used.append(w), product(x, w, b))[1])
     through(layers, torch.randn(3, 8))
-    assert all(layer in prepacked._KEPT for layer in layers)
+    assert len(used) == 1
+    assert used[0] is kept
+    assert layers[1] not in prepacked._KEPT
 
 
-def test_available_memory_is_that_of_the_container(monkeypatch, tmp_path):
-    machine = 3 * 2**30
-    monkeypatch.setattr(prepacked.psutil, "virtual_memory", lambda: type("Memory", (), {"available": machine}))
-    monkeypatch.setattr(prepacked, "GROUP_LIMIT", tmp_path / "max")
-    monkeypatch.setattr(prepacked, "GROUP_USED", tmp_path / "current")
-    assert available_memory() == machine
-    (tmp_path / "current").write_text(f"{2**30}\n")
-    for limit, available in (("max", machine), (2**40, machine), (2**31, 2**30), (2**29, 0)):
-        (tmp_path / "max").write_text(f"{limit}\n")
-        assert available_memory() == available
+def test_layers_whose_weights_a_forward_may_change_are_left_alone():
+    hooked = nn.Linear(8, 6)
+    hooked.register_forward_pre_hook(lambda layer, inputs: (layer.weight.data.add_(1.0), None)[1])
+    inputs = torch.randn(3, 8)
+    for _ in range(2):
+        output = through(hooked, inputs)
+        with torch.no_grad():
+            torch.testing.assert_close(output, nn.functional.linear(inputs, hooked.weight, hooked.bias))
+    assert hooked not in prepacked._KEPT
 
 
-def test_without_psutil_nothing_is_prepacked(monkeypatch):
-    monkeypatch.setattr(prepacked, "psutil", None)
-    assert not can_prepack.__wrapped__(torch.float32)
+def test_adapters_that_peft_unmerges_in_the_forward():
+    peft = pytest.importorskip("peft")
+    model = tiny_model(eos_token_id=None)
+    prompts = left_pad(random_prompts([9, 5]))
+    settings = {**prompts, "mars_lossless": True, "max_new_tokens": 12, "do_sample": False}
+    before = model.generate(**settings)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    adapted.merge_adapter()
+    merged = adapted.generate(**settings)
+    assert len(prepacked._KEPT) > 0
+    assert not torch.equal(merged, before)
+    with adapted.disable_adapter():
+        assert torch.equal(adapted.generate(**settings), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_whatever_the_default_dtype(dtype):
+    layer, inputs = nn.Linear(8, 6), torch.randn(3, 8)
+    expected = through(layer, inputs)
+    prepacked._KEPT.clear()
+    try:
+        torch.set_default_dtype(dtype)
+        assert torch.equal(through(layer, inputs), expected)
+        assert torch.equal(through(layer, inputs), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_threads_that_find_the_same_change(monkeypatch):
     layer = nn.Linear(8, 6)
     through(layer, torch.randn(3, 8))
+    layer.weight.data += 1
+    fingerprint = prepacked._fingerprint
+
+    def while_another_thread_is_faster(weight):
+        prepacked._KEPT.pop(layer, None)
+        return fingerprint(weight)
+
+    monkeypatch.setattr(prepacked, "_fingerprint", while_another_thread_is_faster)
+    with torch.no_grad():
+        prepacked.forget_changed([layer])
     assert layer not in prepacked._KEPT
 
 
@@ -170,6 +214,10 @@ def test_a_call_may_rule_them_out_and_frees_them():
     assert generate() > 0
     assert generate(mars_prepack_weights=True) > 0
     assert generate(mars_prepack_weights=False) == 0
+    assert generate() > 0
+    # Where the stock loop decodes, too.
+    model.generate(**prompts, mars_threshold=1.0, mars_prepack_weights=False, max_new_tokens=2)
+    assert len(prepacked._KEPT) == 0
     model.generation_config.update(mars_prepack_weights=False, allow_custom_entries=True)
     assert generate() == 0
     assert generate(mars_prepack_weights=True) > 0

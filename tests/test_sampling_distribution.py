@@ -57,3 +57,32 @@ def test_the_first_token_of_every_step_follows_the_ar_distribution(tau, temperat
                 tested += 1
                 assert sum((count - mean) ** 2 / mean for count, mean in pairs if mean >= 5) < LARGEST
     assert tested >= 5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tau", [1e-9, 0.2])
+def test_two_tokens_of_a_step_follow_the_definition(tau):
+    """The second one is drawn behind a [MASK], and taken if the model is sure enough of it; else AR draws one."""
+    model, temperature = five_token_model(), 0.7
+    prompt = torch.tensor([[3]])
+    first_logits, mask_logits = model(torch.tensor([[3, MASK]])).logits[0]
+    first, second = (logits[:TEXT_TOKENS].div(temperature).softmax(-1) for logits in (first_logits, mask_logits))
+    behind = torch.stack(
+        [model(torch.tensor([[3, token]])).logits[0, -1, :TEXT_TOKENS] for token in range(TEXT_TOKENS)]
+    )
+    behind = behind.div(temperature).softmax(-1)
+    # The raw probability, of all tokens and without the temperature, is what is asked for.
+    sure = mask_logits.softmax(-1)[:TEXT_TOKENS] >= tau
+    assert sure.all() == (tau < 0.1)
+    assert sure.any()
+    expected = first[:, None] * (second * sure + (second * ~sure).sum() * behind)
+    torch.manual_seed(2)
+    output = model.generate(
+        prompt.expand(DRAWS, -1), mars_threshold=tau, mars_block_size=2, max_new_tokens=2, do_sample=True, top_k=0,
+        temperature=temperature, return_dict_in_generate=True,
+    )  # fmt: skip
+    drawn = torch.zeros(TEXT_TOKENS, TEXT_TOKENS)
+    drawn.index_put_(tuple(output.sequences[:, 1:].T), torch.tensor(1 / DRAWS), accumulate=True)
+    assert (drawn - expected).abs().sum() / 2 < 0.02
+    accepted = (output.accepted_lengths[:, 0] == 2).float().mean()
+    assert abs(accepted - (second * sure).sum()) < 0.02

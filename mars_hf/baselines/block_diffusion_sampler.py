@@ -35,6 +35,7 @@ def block_diffusion_generate(
     threshold: float = 1.0,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    prepack_weights: bool = True,
 ) -> MarsGenerateOutput:
     """Generate greedily with a model that `BlockDiffusionTrainer` has trained.
 
@@ -52,6 +53,7 @@ def block_diffusion_generate(
         threshold: in (0, 1]; 1.0 fills one position of each row per forward.
         eos_token_id: ids that end a row; by default those of the generation config.
         pad_token_id: fills rows that end early; by default that of the generation config, else the first end token.
+        prepack_weights: as `mars_prepack_weights` of `generate`: whether a CPU may keep copies in a faster layout.
 
     Returns:
         `sequences` (N, longest), right-padded; `num_forwards`; `accepted_lengths` (N, steps), positions each row
@@ -69,7 +71,7 @@ def block_diffusion_generate(
     check_mask_token(model, mask_token_id, input_ids[prompt_mask], stops)
     sampler = BlockSampler(model, input_ids.long(), prompt_mask, mask_token_id, block_size, max_new_tokens)
     filled: list[Tensor] = []
-    with few_token_products(model):
+    with few_token_products(model, prepack_weights):
         while not sampler.done(stops):
             filled += sampler.fill_block(threshold)
     return finish(model, input_ids, sampler.replies(), torch.stack(filled, -1), stops, pad_token_id)

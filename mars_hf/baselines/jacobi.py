@@ -37,6 +37,7 @@ def jacobi_generate(
     window: int = 16,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    prepack_weights: bool = True,
 ) -> MarsGenerateOutput:
     """Generate what `model.generate(do_sample=False)` does without logits processors, in at most as many forwards.
 
@@ -51,6 +52,7 @@ def jacobi_generate(
         window: W, tokens of a forward. 1 is plain greedy decoding.
         eos_token_id: ids that end a row; by default those of the generation config.
         pad_token_id: fills rows that end early; by default that of the generation config, else the first end token.
+        prepack_weights: as `mars_prepack_weights` of `generate`: whether a CPU may keep copies in a faster layout.
 
     Returns:
         `sequences` (N, longest), right-padded; `num_forwards`; `accepted_lengths` (N, steps); `tokens_per_forward`
@@ -66,7 +68,7 @@ def jacobi_generate(
     rows = JacobiRows(model, input_ids.long(), prompt_mask, max_new_tokens, window)
     going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
     steps: list[Tensor] = []
-    with few_token_products(model):
+    with few_token_products(model, prepack_weights):
         while going.any():
             choices, was_right = rows.forward()
             accepted = accepted_length(torch.nn.functional.pad(was_right, (1, 0), value=True))

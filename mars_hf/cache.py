@@ -126,7 +126,7 @@ class MarsCache(Cache):
     """A cache whose rows advance independently.
 
     A forward writes its tokens at the slots of `plan_write`. What is not committed stays in the buffer until it is
-    overwritten: rolling back is doing nothing. No row waits for another and no copy of the cache is taken.
+    overwritten: rolling back is doing nothing. No row waits for another, and the cache is copied only where it grows.
 
     Rows that end go to the back of the buffer, behind the rows that are still decoding.
 

@@ -20,7 +20,8 @@ class MarsGenerateOutput(GenerateDecoderOnlyOutput):
 
     Attributes:
         num_forwards: forward passes of the model that the call took.
-        accepted_lengths: (R, steps) int64, tokens that each row accepted in each step; 0 once the row has ended.
+        accepted_lengths: (R, steps) int64, tokens that each row accepted in each step; 0 once the row has
+            ended, and with the block cache while it waits for the others.
         tokens_per_forward: (R,) float32, new tokens of each row per forward pass that the row took part in: its steps,
             and with the block cache the forwards that write a block, but not those in which it waits for other rows.
     """

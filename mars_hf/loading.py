@@ -57,15 +57,32 @@ def init_kwargs_used_up(args: SFTConfig, is_loaded: bool) -> Iterator[None]:
         args.model_init_kwargs = model_init_kwargs
 
 
-def load_tokenizer(model: PreTrainedModel, args: SFTConfig) -> PreTrainedTokenizerBase:
+def look_for_unused_parameters(args: SFTConfig, model: PreTrainedModel) -> None:
+    """Let DDP look for parameters without a gradient where text leaves a vision tower without any.
+
+    `SFTTrainer` does it where it is given a processor, which MARS is not.
+
+    Args:
+        model: wrapped by PEFT or not.
+    """
+    is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    has_towers = model.config.get_text_config() is not model.config
+    if has_towers and args.ddp_find_unused_parameters is None and not is_reentrant:
+        args.ddp_find_unused_parameters = True
+
+
+def load_tokenizer(model: PreTrainedModel, args: SFTConfig, is_loaded: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model by the rules of `SFTTrainer`.
+
+    Args:
+        is_loaded: whether the model was loaded with the `model_init_kwargs` of `args`, which count only then.
 
     Raises:
         ValueError: if the model comes with the processor of a vision-language model.
     """
     processor = AutoProcessor.from_pretrained(
         get_config_model_id(model.config),
-        revision=(args.model_init_kwargs or {}).get("revision"),
+        revision=(args.model_init_kwargs or {}).get("revision") if is_loaded else None,
         trust_remote_code=args.trust_remote_code,
     )
     refuse_processor(processor)

@@ -158,7 +158,7 @@ def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskTok
 
     Raises:
         ValueError: if the row would stay untrained, because the embedding is frozen, the model is wrapped already or
-            the adapter trains no rows; for adapters that put virtual tokens before the text.
+            the adapter trains no rows; for adapters that put virtual tokens before the text, and for activated ones.
     """
     is_wrapped = is_peft_model(model)
     base_model = model.get_base_model() if is_wrapped else model
@@ -169,6 +169,11 @@ def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskTok
         raise ValueError(
             f"`{', '.join(prompts)}` puts virtual tokens before the text, and MARS has no place for them in its two "
             "streams. Use `LoraConfig`."
+        )
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+        raise ValueError(
+            "Activated LoRA (`alora_invocation_tokens`) counts from the last invocation in a row, which may stand in "
+            "the masked stream, and would leave the clean stream to the base model. Use a plain `LoraConfig`."
         )
     if _has_learned(base_model, mask_token.id):
         return peft_config
@@ -189,6 +194,8 @@ def train_mask_row(model: PreTrainedModel, peft_config: Any, mask_token: MaskTok
         f"The PEFT configuration would leave the mask token {mask_token.text!r} (id {mask_token.id}) untrained, and "
         "the model could not tell a [MASK] from noise."
     )
+    if any(hasattr(config, "token_indices") for config in configs):
+        raise ValueError(f"{untrained} Add {mask_token.id} to the `token_indices` of the configuration.")
     if not all(hasattr(config, "trainable_token_indices") for config in configs):
         kinds = ", ".join(sorted({type(config).__name__ for config in configs}))
         raise ValueError(
@@ -234,9 +241,11 @@ def _trains_row(peft_config: Any, embedding: str, row: int) -> bool:
     """Whether a PEFT configuration trains one row of the embedding at this module path."""
     if is_named(getattr(peft_config, "modules_to_save", None), embedding):
         return True
-    if is_named(getattr(peft_config, "target_modules", None), embedding):
-        # `TrainableTokensConfig` trains these rows only; every other adapter reaches all of them.
-        return row in getattr(peft_config, "token_indices", [row])
+    targets, rows = getattr(peft_config, "target_modules", None), getattr(peft_config, "token_indices", None)
+    # `TrainableTokensConfig` trains some rows only, of the embedding unless told otherwise; every other adapter
+    # reaches all rows of what it names.
+    if is_named(targets, embedding) or (rows is not None and targets is None):
+        return rows is None or row in rows
     indices = getattr(peft_config, "trainable_token_indices", None) or {}
     if not isinstance(indices, dict):
         return row in indices

@@ -24,8 +24,36 @@ def uncut(args: SFTConfig) -> SFTConfig:
     return args
 
 
+def prepare_documents(
+    dataset: DatasetType,
+    args: SFTConfig,
+    packing: bool,
+    prepare: Callable[[DatasetType, SFTConfig, bool], DatasetType],
+) -> DatasetType:
+    """Prepare a dataset as `SFTTrainer` does, so that the documents of a packed row can be told apart.
+
+    Args:
+        args: the arguments of the training.
+        packing: whether the dataset is packed.
+        prepare: `SFTTrainer`'s preparation of a dataset, by the arguments given to it, packed or not.
+
+    Raises:
+        ValueError: for packing without `max_length`.
+    """
+    if not packing:
+        dataset = prepare(dataset, args, False)
+        # As to `SFTTrainer`, a row is one document then, whatever it was packed from.
+        return dataset.remove_columns("seq_lengths") if is_packed(dataset) and not args.padding_free else dataset
+    if is_packed(dataset):
+        # What `evaluate` is given may be the trainer's own data. Only labels can be missing.
+        return prepare(dataset, uncut(args), False)
+    if args.packing_strategy != "wrapped":
+        return prepare(dataset, args, True)
+    return pack_wrapped(dataset, args, prepare)
+
+
 def pack_wrapped(
-    dataset: DatasetType, args: SFTConfig, prepare: Callable[[DatasetType, SFTConfig], DatasetType]
+    dataset: DatasetType, args: SFTConfig, prepare: Callable[[DatasetType, SFTConfig, bool], DatasetType]
 ) -> DatasetType:
     """Prepare and pack a dataset as TRL does by "wrapped", so that its documents can be told apart.
 
@@ -33,7 +61,7 @@ def pack_wrapped(
 
     Args:
         args: the arguments of the training.
-        prepare: `SFTTrainer`'s preparation of the dataset by the arguments given to it, without packing.
+        prepare: as that of `prepare_documents`.
 
     Raises:
         ValueError: without `max_length`.
@@ -42,7 +70,7 @@ def pack_wrapped(
         raise ValueError("Packing needs the length to pack to. Set `max_length`.")
     whole = uncut(args)
     whole.shuffle_dataset = False
-    dataset = prepare(dataset, whole).select_columns(["input_ids", "labels"])
+    dataset = prepare(dataset, whole, False).select_columns(["input_ids", "labels"])
     # As in `SFTTrainer`: before packing, so that neighbours are not related, and after.
     if args.shuffle_dataset:
         dataset = dataset.shuffle(seed=args.seed)

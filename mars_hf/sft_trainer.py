@@ -28,13 +28,13 @@ from .collator import DataCollatorForMars
 from .end_of_turn import record_end_of_turn
 from .fused_head import finish_loss, make_head_readable, score_targets
 from .hub import base_model, make_savable, read_card, write_trainer_card
-from .loading import give_mask_token, init_kwargs_used_up, load_model, load_tokenizer
+from .loading import give_mask_token, init_kwargs_used_up, load_model, load_tokenizer, look_for_unused_parameters
 from .losses import mars_loss
 from .mask_token import find_mask_token, note_mask_trained, record_mask_token
 from .masks import CLEAN, PADDING, Layout
 from .model_masks import AttentionMask, training_masks
 from .modeling import get_mars_model
-from .packing import is_packed, pack_wrapped, uncut
+from .packing import prepare_documents
 from .refusals import (
     refuse_arguments,
     refuse_model,
@@ -113,8 +113,9 @@ class MarsSFTTrainer(SFTTrainer):
                 is_loaded, quantization_config = True, None
             refuse_model(base_model(model), args.device)
             make_savable(base_model(model).generation_config)
+            look_for_unused_parameters(args, model)
             if processing_class is None:
-                processing_class = load_tokenizer(model, args)
+                processing_class = load_tokenizer(model, args, is_loaded)
             peft_config, self._mask_token_id = give_mask_token(
                 model, args, processing_class, args.mars_mask_token, peft_config, optimizers[0]
             )
@@ -142,16 +143,14 @@ class MarsSFTTrainer(SFTTrainer):
             self._finish_mars()
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        rest = (formatting_func, dataset_name)
-        prepare = super()._prepare_dataset
-        if not (self._has_masked_stream and packing):
-            return prepare(dataset, processing_class, args, packing, *rest)
-        if is_packed(dataset):
-            # What `evaluate` is given may be the trainer's own data. Only labels can be missing.
-            return prepare(dataset, processing_class, uncut(args), False, *rest)
-        if args.packing_strategy != "wrapped":
-            return prepare(dataset, processing_class, args, packing, *rest)
-        return pack_wrapped(dataset, args, lambda data, whole: prepare(data, processing_class, whole, False, *rest))
+        prepare_sft = super()._prepare_dataset
+
+        def prepare(data, arguments, packs):
+            return prepare_sft(data, processing_class, arguments, packs, formatting_func, dataset_name)
+
+        if not self._has_masked_stream:
+            return prepare(dataset, args, packing)
+        return prepare_documents(dataset, args, packing, prepare)
 
     def _finish_mars(self) -> None:
         """Swap the collator for the two-stream one, and record in the model what decoding must know."""
@@ -169,8 +168,9 @@ class MarsSFTTrainer(SFTTrainer):
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             dense_mask=False,
         )
-        # The first token of a row is never scored, whatever a model's own loss does with it, so it is not counted.
-        self._loss_shifts_labels = True
+        # The first token of a row is never scored, whatever a model's own loss does with it, so it is not counted; and
+        # the targets of all accumulated batches are, whatever a model's own loss takes.
+        self._loss_shifts_labels = self.model_accepts_loss_kwargs = True
         make_head_readable(base_model(self.model).get_output_embeddings())
         record_mask_token(base_model(self.model), self._mask_token_id)
         generation_config = base_model(self.model).generation_config
@@ -261,12 +261,17 @@ class MarsSFTTrainer(SFTTrainer):
             self.args.mars_ar_weight,
             self.args.loss_type,
         )
-        loss = finish_loss(self, loss, outputs.aux_loss, num_items_in_batch)
+        # And `Trainer` wants the loss where the batch was.
+        loss = finish_loss(self, loss, outputs.aux_loss, num_items_in_batch).to(self.args.device)
         log_streams(self, outputs, scored, self.args.mars_block_size, self._mask_token_id)
         if not return_outputs:
             return loss
+        clean = self._clean_inputs(inputs)
+        if self.aux_loss_enabled and "position_ids" in clean:
+            # The router's loss of the model itself would take the mask that keeps documents apart for one of padding.
+            clean["output_router_logits"] = False
         with torch.no_grad():
-            return loss, model(**self._clean_inputs(inputs), use_cache=False)
+            return loss, model(**clean, use_cache=False)
 
     def evaluation_loop(self, *args, **kwargs):
         # `predict` logs nothing, and what it met is no part of the next evaluation.

@@ -7,7 +7,9 @@ import inspect
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import MODELS, SMALL, make_model, make_tokenizer
@@ -25,6 +27,7 @@ from test_collator import documents_of
 from test_losses import assert_same_gradients, gradients, oracle_loss
 from transformers import (
     AutoModelForCausalLM,
+    AutoProcessor,
     AutoTokenizer,
     BertConfig,
     BertLMHeadModel,
@@ -43,6 +46,7 @@ from transformers import (
     GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
     MixtralConfig,
     MixtralForCausalLM,
     OpenAIGPTConfig,
@@ -53,7 +57,9 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from mars_hf.baselines import BlockDiffusionConfig, BlockDiffusionTrainer
 from mars_hf.collator import DataCollatorForMars
+from mars_hf.loading import look_for_unused_parameters
 from mars_hf.masks import PADDING, Layout, dense_mask
 from mars_hf.modeling import get_mars_model
 from mars_hf.sft_config import MarsSFTConfig, as_mars_config
@@ -250,6 +256,20 @@ def test_accumulation_equals_one_batch(tmp_path, kind):
         assert_same_weights(other_weights, weights, 2e-6)
         assert other_logs[0]["loss"] == pytest.approx(logs[0]["loss"], rel=1e-5)
         assert other_logs[0]["num_tokens"] == logs[0]["num_tokens"]
+
+
+def test_accumulation_does_not_depend_on_the_loss_of_the_model_itself(tmp_path):
+    model = make_model()
+    # As vision-language models say, whose own loss takes no number of targets.
+    model.accepts_loss_kwargs = False
+    # Rows with 3 and with some 20 targets, which a mean of means would weigh alike.
+    data = [{"prompt": "a", "completion": text} for text in ("b", "c", "a longer reply than these", "d")]
+    options = {"data": data, "mars_block_size": 3, **ONE_STEP}
+    weights, (log,) = train(make_trainer(tmp_path, model, per_device_train_batch_size=4, **options))
+    batches = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    other_weights, (other,) = train(make_trainer(tmp_path, model, **batches, **options))
+    assert other["loss"] == pytest.approx(log["loss"], rel=1e-5)
+    assert_same_weights(other_weights, weights, 2e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -670,7 +690,57 @@ def test_router_loss_is_averaged_over_accumulation(tmp_path):
     assert_same_weights(other_weights, weights, 5e-6)
 
 
+def test_predictions_of_experts_for_packed_rows(tmp_path):
+    predicted = []
+    for options in ({"packing": True, "max_length": 64}, {}):
+        trainer = make_trainer(
+            tmp_path, small_mixtral(), compute_metrics=lambda _: {}, mars_block_size=3, data=TEXT[:2], **options
+        )
+        trainer.model.set_attn_implementation("sdpa")
+        output = trainer.predict(trainer.train_dataset)
+        logits = output.predictions if isinstance(output.predictions, np.ndarray) else output.predictions[0]
+        predicted.append(sorted(logits[output.label_ids != -100].max(-1).tolist()))
+    assert len(trainer.train_dataset) == 2
+    # The first token of a document that is not the first of its row is no label.
+    assert set(np.round(predicted[0], 3)) <= set(np.round(predicted[1], 3))
+
+
 # Arguments
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_ddp_looks_for_parameters_that_text_leaves_out(tmp_path, use_reentrant):
+    args = config(tmp_path, gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    for model_config, looks in ((LlamaConfig(), None), (LlavaConfig(), None if use_reentrant else True)):
+        args.ddp_find_unused_parameters = None
+        look_for_unused_parameters(args, SimpleNamespace(config=model_config))
+        assert args.ddp_find_unused_parameters is looks
+        args.ddp_find_unused_parameters = False
+        look_for_unused_parameters(args, SimpleNamespace(config=model_config))
+        assert args.ddp_find_unused_parameters is False
+
+
+def test_the_revision_of_a_loaded_model_is_not_that_of_the_tokenizer(tmp_path, saved, monkeypatch):
+    asked = []
+    load = AutoProcessor.from_pretrained
+    monkeypatch.setattr(
+        AutoProcessor, "from_pretrained", lambda *a, revision, **k: (asked.append(revision), load(*a, **k))[1]
+    )
+    args = config(tmp_path, mars_block_size=2, model_init_kwargs={"revision": "main"})
+    for model, revision in ((saved, "main"), (AutoModelForCausalLM.from_pretrained(saved), None)):
+        MarsSFTTrainer(model, args=args, train_dataset=Dataset.from_list(PROMPT))
+        assert asked.pop() == revision
+
+
+def test_lengths_of_documents_count_where_rows_are_packed(tmp_path):
+    rows = [{"input_ids": list(range(5, 17)), "labels": list(range(5, 17)), "seq_lengths": [5, 7]}] * 2
+    plain = [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
+    losses = []
+    for data, options in ((rows, {}), (plain, {}), (rows, {"packing": True}), (rows, {"max_length": 6})):
+        trainer = make_trainer(tmp_path, data=data, mars_block_size=3, **options)
+        losses.append(trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset))).item())
+    assert losses[0] == losses[1]
+    assert losses[0] != pytest.approx(losses[2], rel=1e-3)
 
 
 def test_takes_what_sft_trainer_takes():
@@ -851,8 +921,9 @@ def test_peft_that_trains_the_row_is_taken(tmp_path, caplog):
         peft_config = LoraConfig(target_modules=["q_proj"], **options)
         assert make_trainer(tmp_path, peft_config=peft_config, mars_block_size=3)
         assert make_trainer(tmp_path, get_peft_model(make_model(), peft_config), mars_block_size=3)
-    rows = TrainableTokensConfig(token_indices=[3, 261], target_modules=["embed_tokens"])
-    assert make_trainer(tmp_path, peft_config=rows, mars_block_size=3)
+    for where in (["embed_tokens"], None):
+        rows = TrainableTokensConfig(token_indices=[3, 261], target_modules=where)
+        assert make_trainer(tmp_path, peft_config=rows, mars_block_size=3)
     trainer = make_trainer(tmp_path, trained_before(), peft_config=LoraConfig(target_modules=["q_proj"]))
     assert trainer.model.peft_config["default"].trainable_token_indices is None
     assert "is added" not in caplog.text
@@ -904,7 +975,15 @@ REFUSED_OPTIONS = {
     ),
     "other rows": (
         {"peft_config": TrainableTokensConfig(token_indices=[3], target_modules=["embed_tokens"])},
-        UNTRAINED + "`TrainableTokensConfig` cannot",
+        UNTRAINED + "Add 261 to the `token_indices`",
+    ),
+    "other rows of the embedding": (
+        {"peft_config": TrainableTokensConfig(token_indices=[3])},
+        UNTRAINED + "Add 261 to the `token_indices`",
+    ),
+    "activated": (
+        {"peft_config": LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6])},
+        "Activated LoRA .* Use a plain `LoraConfig`",
     ),
     "prompt tuning": (
         {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
@@ -1031,6 +1110,17 @@ def test_parallel_sequences_are_refused(tmp_path):
         args.parallelism_config = ParallelismConfig(**sizes)
         with pytest.raises(ValueError, match=r"context or sequence parallelism.*Set `cp_size=1` and `sp_size=1`"):
             make_trainer(tmp_path, args=args)
+
+
+@pytest.mark.parametrize("trainer_class", [MarsSFTTrainer, BlockDiffusionTrainer])
+def test_parallel_sequences_of_a_launcher_are_refused(tmp_path, trainer_class, monkeypatch):
+    launched = SimpleNamespace(cp_enabled=True)
+    monkeypatch.setattr(SFTTrainer, "__init__", lambda self, **_: setattr(self, "accelerator", self))
+    monkeypatch.setattr(SFTTrainer, "parallelism_config", launched, raising=False)
+    kind = BlockDiffusionConfig if trainer_class is BlockDiffusionTrainer else MarsSFTConfig
+    args = kind(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="context or sequence parallelism"):
+        make_trainer(tmp_path, trainer_class=trainer_class, args=args)
 
 
 def wide_model(name, attention):

@@ -23,7 +23,7 @@ from ..loading import give_mask_token, init_kwargs_used_up, load_model, load_tok
 from ..mask_token import find_mask_token
 from ..masks import CLEAN, PADDING, stream_layout
 from ..model_masks import masks_for_model
-from ..refusals import refuse_arguments, refuse_model, refuse_processor
+from ..refusals import refuse_arguments, refuse_model, refuse_parallelism, refuse_processor
 from .block_diffusion import NOISY, block_diffusion_loss, dense_block_mask, draw_noise
 
 
@@ -180,7 +180,7 @@ class BlockDiffusionTrainer(SFTTrainer):
         if model.config.get_text_config()._attn_implementation not in ("sdpa", "eager"):
             raise ValueError("Block diffusion needs a dense mask. Load the model with `attn_implementation='sdpa'`.")
         if processing_class is None:
-            processing_class = load_tokenizer(model, args)
+            processing_class = load_tokenizer(model, args, is_loaded)
         optimizer, _ = kwargs.get("optimizers") or (None, None)
         _, self._mask_token_id = give_mask_token(model, args, processing_class, args.mask_token, None, optimizer)
         with init_kwargs_used_up(args, is_loaded):
@@ -192,6 +192,10 @@ class BlockDiffusionTrainer(SFTTrainer):
                 processing_class=processing_class,
                 **{key: value for key, value in kwargs.items() if value is not None},
             )
+        # Again, because a configuration in the launcher's file shows in the accelerator only.
+        refuse_parallelism(self.accelerator.parallelism_config)
+        # All accumulated targets are counted, whatever a model's own loss takes.
+        self.model_accepts_loss_kwargs = True
         self._set_collator()
 
     def _set_collator(self) -> None:

@@ -104,15 +104,16 @@ def few_token_products(model: nn.Module, may_prepack: bool = True) -> Iterator[N
     if may_prepack:
         forget_changed(modules)
         changing = _changing(modules)
-        has_room = have_room(layer for layer in layers if layer not in changing)
+        steady = [layer for layer in layers if layer not in changing]
+        prepacks = set(steady if have_room(steady) else filter(is_prepacked, steady))
     else:
         forget(modules)
+        prepacks = set()
     alike: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
     for layer in layers:
         weights = alike.setdefault((layer.weight.shape, layer.weight.dtype), [])
         weights.append(layer.weight)
-        prepacks = may_prepack and layer not in changing and (has_room or is_prepacked(layer))
-        layer.__dict__["forward"] = partial(_forward, layer, weights, prepacks)
+        layer.__dict__["forward"] = partial(_forward, layer, weights, layer in prepacks)
     try:
         yield
     finally:

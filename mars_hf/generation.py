@@ -27,6 +27,7 @@ from .options import (
     Threshold,
     check_ranges,
     expand_threshold,
+    names_mars,
     refuse_unknown,
     refuse_unknown_mask,
     refuse_without_effect,
@@ -116,7 +117,7 @@ class MarsGenerationMixin(GenerationMixin):
         arguments = inspect.signature(super().generate).bind_partial(*args, **kwargs).arguments
         configs = (arguments.get("generation_config"), self.generation_config)
         sources = [given, *(vars(config) for config in configs if config is not None)]
-        if any(source.get("mars_threshold") is not None or source.get("mars_lossless") for source in sources):
+        if names_mars(sources):
             refuse_paged(arguments)
         if turns_on_mars(sources):
             refuse_arguments(arguments)
@@ -243,14 +244,13 @@ class MarsGenerationMixin(GenerationMixin):
                 streamer,
                 **model_kwargs,
             )
-        if not options.prepack_weights:
-            # Here, since the stock loop has no use for them either.
-            forget(self.modules())
         # The stopping criteria have the tokenizer already; the model's forward does not want it.
         model_kwargs.pop("tokenizer", None)
         if isinstance(options.threshold, Tensor):
             options.threshold = expand_threshold(options.threshold, input_ids.shape[0], generation_config)
         if takes_stock_path(options, model_kwargs.get("cache")):
+            if not options.prepack_weights:
+                forget(self.modules())
             ends = EndRecorder(stopping_criteria)
             chunks = prompt_forwards(input_ids.shape[1], generation_config, model_kwargs)
             output = super()._sample(

@@ -24,6 +24,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from .modeling import AutoMarsModelForCausalLM, get_mars_model
+from .options import names_mars
 from .pretrained import recorded_entries
 
 logger = logging.getLogger("lm_eval.mars")
@@ -50,8 +51,7 @@ class MarsLM(HFLM):
         self.num_tokens = self.num_forwards = 0
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        sources = generation_kwargs, vars(self.model.generation_config)
-        if not any(source.get("mars_threshold") is not None or source.get("mars_lossless") for source in sources):
+        if not names_mars([generation_kwargs, vars(self.model.generation_config)]):
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         output = super()._model_generate(context, max_length, stop, return_dict_in_generate=True, **generation_kwargs)
         new_tokens = output.accepted_lengths.sum(-1)

@@ -6,7 +6,7 @@ Shapes: N rows of the batch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,11 @@ def resolve_options(config: GenerationConfig) -> MarsOptions:
             )
         options.adaptive_window = True
     return options
+
+
+def names_mars(sources: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a call or a generation config, each by its entries, asks for MARS, if only at a threshold of 1.0."""
+    return any(source.get("mars_threshold") is not None or source.get("mars_lossless") for source in sources)
 
 
 def refuse_unknown_mask(mask_token_id: int) -> None:

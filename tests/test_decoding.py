@@ -162,9 +162,9 @@ def test_min_new_tokens_is_kept():
     assert output.accepted_lengths.max() > 1
 
 
-@pytest.mark.parametrize("preferred", [15.0, 100.0])
-def test_mask_never_comes_out_even_if_it_is_the_likeliest_token(preferred):
-    model, tau = tiny_model(eos_token_id=None), 1e-9
+@pytest.mark.parametrize(("tau", "preferred"), [(1e-9, 15.0), (1e-9, 100.0), (0.3, 100.0)])
+def test_mask_never_comes_out_even_if_it_is_the_likeliest_token(tau, preferred):
+    model = tiny_model(eos_token_id=None)
     with torch.no_grad():
         # A head that prefers [MASK] everywhere, by so much that nothing else is accepted behind one, or by less.
         head = model.get_output_embeddings()

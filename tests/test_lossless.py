@@ -78,12 +78,11 @@ def test_every_step_accepts_what_the_definition_accepts(draft_length):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_are_confirmed(family):
-    # The weights of a seed that agrees with itself.
-    model = agreeing_model(family, seed=1 if family == "gpt_neox" else 0)
+    model = agreeing_model(family, seed=2)
     inputs = left_pad(random_prompts([5, 11, 3, 8]))
     output = lossless(model, inputs, eos_token_id=None)
     assert torch.equal(output.sequences, stock(model, inputs, eos_token_id=None))
-    assert output.tokens_per_forward.mean() > 1.1
+    assert output.tokens_per_forward.mean() > 1.25
 
 
 @pytest.mark.parametrize(

@@ -696,7 +696,6 @@ def test_predictions_of_experts_for_packed_rows(tmp_path):
         trainer = make_trainer(
             tmp_path, small_mixtral(), compute_metrics=lambda _: {}, mars_block_size=3, data=TEXT[:2], **options
         )
-        trainer.model.set_attn_implementation("sdpa")
         output = trainer.predict(trainer.train_dataset)
         logits = output.predictions if isinstance(output.predictions, np.ndarray) else output.predictions[0]
         predicted.append(sorted(logits[output.label_ids != -100].max(-1).tolist()))

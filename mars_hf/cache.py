@@ -82,11 +82,12 @@ class MarsCacheLayer(CacheLayerMixin):
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy the slots `source` to the slots `target`, both (N, K), of the rows that the plan is for."""
-        for buffer in (self.keys, self.values):
-            active = buffer[: self.plan.rows]
-            shape = (-1, active.shape[1], -1, active.shape[3])
-            states = active.gather(2, source.to(buffer.device)[:, None, :, None].expand(shape))
-            active.scatter_(2, target.to(buffer.device)[:, None, :, None].expand(shape), states)
+        if self.is_initialized:
+            for buffer in (self.keys, self.values):
+                active = buffer[: self.plan.rows]
+                shape = (-1, active.shape[1], -1, active.shape[3])
+                states = active.gather(2, source.to(buffer.device)[:, None, :, None].expand(shape))
+                active.scatter_(2, target.to(buffer.device)[:, None, :, None].expand(shape), states)
 
     def exchange_rows(self, left: Tensor, right: Tensor) -> None:
         """Exchange rows pairwise."""

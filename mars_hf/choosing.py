@@ -113,19 +113,13 @@ class Chooser:
         """The scores (M, V) of rows `members` at these columns behind processors that look at the text before.
 
         Processors get the whole batch in its order, since some know their rows by number. Rows that are not asked
-        about show a shorter prefix or [MASK]s behind it, and what comes back for them is not read.
+        about show a shorter prefix or their last token again, and what comes back for them is not read.
         """
         state, rows = self.state, self.state.rows[members]
         self.asked = {state.host_rows[member] for member in members}
         of_batch = scores.new_zeros(state.batch, scores.shape[-1])
         of_batch[rows] = scores
-        text = state.tokens[:, state.hidden : max(columns)]
-        if min(columns) < max(columns):
-            # Behind a shorter text its last token comes again, so that it holds the same tokens.
-            lasts = torch.tensor(columns, device=state.device)[:, None] - 1
-            places = torch.arange(state.hidden, max(columns), device=state.device).minimum(lasts)
-            text = text.index_copy(0, rows, state.tokens[rows].gather(1, places))
-        return self.processors(text, of_batch)[rows]
+        return self.processors(state.text(max(columns)), of_batch)[rows]
 
     def record(self, columns: Tensor, logits: Tensor, scores: Tensor, rows: Tensor | None = None) -> None:
         """Note logits and scores (N, B, V) of the columns from `columns` (N,) on, over those rejected before."""
@@ -135,7 +129,7 @@ class Chooser:
                 record.write(rows, columns - self.state.prompt, values)
 
     def _about_asked_rows(self, processor: Any) -> Any:
-        """A `prefix_allowed_tokens_fn` knows what to say about texts, not about rows that end with [MASK]s."""
+        """A `prefix_allowed_tokens_fn` knows what to say about texts, not about rows filled up to others' length."""
         if type(processor) is not PrefixConstrainedLogitsProcessor:  # a subclass does more than the stock one
             return processor
         allowed, rows_of_prompt = processor._prefix_allowed_tokens_fn, processor._num_beams

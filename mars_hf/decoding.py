@@ -210,8 +210,7 @@ class MarsDecoder:
         if self.other_criteria:
             column, record = columns[0], self.chooser.scores
             scores = None if record is None else record.entries(column + 1 - self.state.prompt)
-            seen = self.state.tokens[:, self.state.hidden : column + 1]
-            ended = ended | self.other_criteria(seen, scores)[rows]
+            ended = ended | self.other_criteria(self.state.text(column + 1), scores)[rows]
         return ended.cpu()
 
     def _commit(self, tokens: Tensor, accepted: Tensor, ended: Tensor) -> tuple[list[int], list[int]]:

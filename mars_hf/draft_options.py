@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 DRAFT_ARGUMENTS = ("mars_draft_length", "mars_draft_choices", "mars_tree_budget")
 # The longest n-gram of a prompt lookup where `max_matching_ngram_size` is not set, as in stock `generate`.
 NGRAM_SIZE = 2
-# Most tokens of a tree of several branches where `mars_tree_budget` is not set: most of a full one are not of use.
-BRANCHED_BUDGET = 24
+# Most tokens of a tree where `mars_tree_budget` is not set: of a larger one most are not of use.
+DEFAULT_BUDGET = 24
 # The widest step that "auto" takes.
 WIDEST = 64
 
@@ -29,21 +29,21 @@ class DraftOptions:
         choices: drafts that one [MASK] makes, one instead of the other.
         lookup: drafts that the row's own n-grams make; 0 for none.
         ngram_size: the longest n-gram that is looked up.
-        budget: most tokens that a row feeds in a step; None for all, "auto" for as many as pay.
+        budget: most tokens that a row feeds in a step; "auto" for as many as pay.
     """
 
     length: int
     choices: int = 1
     lookup: int = 0
     ngram_size: int = NGRAM_SIZE
-    budget: int | str | None = None
+    budget: int | str = DEFAULT_BUDGET
 
     @property
     def widest_step(self) -> int:
         """Most tokens that a row feeds in a step."""
-        if isinstance(self.budget, int):
-            return self.budget
-        return WIDEST if self.budget == "auto" else (self.length + 1) ** 2
+        limit = self.budget if isinstance(self.budget, int) else WIDEST
+        has_branches = self.lookup or self.choices > 1
+        return limit if has_branches else min(limit, (self.length + 1) ** 2)
 
     @property
     def reach(self) -> int:
@@ -80,13 +80,12 @@ def resolve_drafts(config: GenerationConfig) -> DraftOptions:
     draft_length = config.mars_draft_length
     if draft_length is None:
         draft_length = max(config.mars_block_size - 1, 1)
-    drafts = DraftOptions(draft_length, config.mars_draft_choices, budget=config.mars_tree_budget)
+    budget = DEFAULT_BUDGET if config.mars_tree_budget is None else config.mars_tree_budget
+    drafts = DraftOptions(draft_length, config.mars_draft_choices, budget=budget)
     if (lookup := getattr(config, "_mars_prompt_lookup", None)) is not None:
         check_count("prompt_lookup_num_tokens", lookup, 1)
         drafts.lookup = lookup
         if (size := config.max_matching_ngram_size) is not None:
             check_count("max_matching_ngram_size", size, 1)
             drafts.ngram_size = size
-    if drafts.budget is None and (drafts.lookup or drafts.choices > 1):
-        drafts.budget = BRANCHED_BUDGET
     return drafts

@@ -152,13 +152,11 @@ class DraftProposer(CursorProposer):
         chances = logits.softmax(-1)
         best = chances.argmax(-1, keepdim=True) if self.options.choices == 1 else chances.topk(self.options.choices)[1]
         chances = chances.gather(-1, best)
-        # One transfer for both; float64 holds every id.
-        host_ids, host_chances = torch.stack([best.double(), chances.double()]).tolist()
+        # One transfer for both, as the integers that the bits of the chances are: not every device has float64.
+        ids, bits = torch.stack([best, chances.view(torch.int32).long()]).cpu()
+        host_ids, host_chances = ids.tolist(), bits.int().view(torch.float32).tolist()
         return [
-            [
-                [(int(i), p) for i, p in zip(*of_mask, strict=True)]
-                for of_mask in list(zip(*of_row, strict=True))[: len(group)]
-            ]
+            [list(zip(*of_mask, strict=True)) for of_mask in list(zip(*of_row, strict=True))[: len(group)]]
             for *of_row, group in zip(host_ids, host_chances, groups, strict=True)
         ]
 

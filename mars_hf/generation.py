@@ -82,8 +82,8 @@ class MarsGenerationMixin(GenerationMixin):
             mars_draft_choices: likeliest tokens at each [MASK] that become drafts, one instead of the other; 1 by
                 default.
             mars_tree_budget: most tokens that a row feeds in a lossless step, drafts and [MASK]s; the likeliest to be
-                of use are kept. By default all where the [MASK]s make one draft each and no n-grams are looked up,
-                else 24; "auto" feeds as many as pay by the seconds measured.
+                of use are kept. 24 by default, more than a whole tree of 3 drafts has; "auto" feeds as many as pay by
+                the seconds measured.
             mars_adaptive_window: let the candidates of a step be as many as pay for themselves, from 1 to
                 `mars_block_size`, by the acceptance so far and the measured cost of a forward, so that MARS is not
                 slower than one token at a time. The text may differ from that of a fixed window, and from run to

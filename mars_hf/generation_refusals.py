@@ -166,6 +166,15 @@ def cached_lengths(cache: Any, padding: list[int]) -> list[int]:
     return [columns - pad for pad in padding for columns in (kept, cache.longest) if kept > pad]
 
 
+def position_limit(config: Any) -> int | None:
+    """Positions that a language model has, by its config; None if that is not said."""
+    limit, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if limit is not None and rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings") == limit:
+        # The usual way to stretch a model: the entry is added to its config, and the limit left as it was.
+        return int(limit * rope["factor"])
+    return limit
+
+
 def refuse_positions(config: Any, lengths: list[int], new_tokens: int, cached: Sequence[int] = ()) -> None:
     """Refuse texts that leave the positions that the model has, or that its rotary embedding treats alike.
 
@@ -175,7 +184,7 @@ def refuse_positions(config: Any, lengths: list[int], new_tokens: int, cached: S
         new_tokens: most tokens that are added to each.
         cached: positions of texts that were written before.
     """
-    limit, longest = getattr(config, "max_position_embeddings", None), max(lengths)
+    limit, longest = position_limit(config), max(lengths)
     total = longest + new_tokens
     if limit is not None and total > limit:
         raise ValueError(

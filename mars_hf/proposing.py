@@ -126,6 +126,8 @@ class CursorProposer(Proposer):
         if kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = state.key_mask[:, :visible].long()
         if (embeds := kwargs.get("inputs_embeds")) is not None:
+            if self.model.device.type != "meta":
+                embeds = embeds.to(self.model.device)
             mask_ids = state.tokens[:, state.prompt : visible].to(embeds.device)
             mask_embeds = self.model.get_input_embeddings()(mask_ids)
             kwargs["inputs_embeds"] = torch.cat([embeds, mask_embeds.to(embeds)], dim=1)

@@ -88,6 +88,17 @@ class DecodingState:
         self.host_length = [length + new for length, new in zip(self.host_length, host_accepted, strict=True)]
         return host_accepted, host_ended
 
+    def text(self, columns: int) -> Tensor:
+        """(R, columns - hidden) the first columns of every row, for processors and criteria.
+
+        Behind a shorter text its last token comes again: it holds the same tokens then, and no [MASK].
+        """
+        places = torch.arange(columns, device=self.device)
+        tokens = self.tokens[:, :columns]
+        is_text = (tokens != self.mask_token_id) | (places < self.prompt)
+        lasts = places.where(is_text, 0).cummax(-1).values
+        return tokens.gather(1, lasts)[:, self.hidden :]
+
     def keep_rows(self, order: list[int]) -> None:
         """Keep these of the N rows, in this order."""
         index = torch.tensor(order, dtype=torch.long, device=self.device)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from decoding_models import MASK, left_pad, random_prompts, tiny_model
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
@@ -20,14 +21,19 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LogitsProcessor,
+    LogitsProcessorList,
     MaxLengthCriteria,
+    MllamaForCausalLM,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
     RepetitionPenaltyLogitsProcessor,
     SiglipVisionConfig,
+    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation import EosTokenCriteria
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from mars_hf import AutoMarsModelForCausalLM, MarsCache, get_mars_model
 from mars_hf.baselines import jacobi_generate
@@ -450,3 +456,120 @@ def test_positions_of_several_dimensions_are_refused():
     model, inputs = tiny_model(), left_pad(random_prompts([6]))
     with pytest.raises(ValueError, match="counts its positions in several dimensions"):
         generate(model, inputs, mars_threshold=0.1, position_ids=torch.arange(6).expand(3, 1, -1))
+
+
+class ByTable(LogitsProcessor):
+    """Looks every last token up in a table of the tokens that a text can hold."""
+
+    def __init__(self):
+        self.table = {token: (token * 7) % MASK for token in range(MASK)}
+
+    def __call__(self, ids, scores):
+        scores = scores.clone()
+        for row, text in enumerate(ids.tolist()):
+            scores[row, self.table[text[-1]]] += 1.0
+        return scores
+
+
+class EndsBehind(StoppingCriteria):
+    """Looks every token of a text up, and ends behind some of them."""
+
+    def __init__(self):
+        self.table = dict.fromkeys(range(MASK), False) | {7: True, 21: True, 40: True}
+
+    def __call__(self, ids, scores, **kwargs):
+        return torch.tensor([[self.table[token] for token in text][-1] for text in ids.tolist()])
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_what_a_call_brings_is_never_shown_a_mask(mode):
+    model, inputs = tiny_model(), left_pad(random_prompts([6, 9, 4, 7], seed=3))
+    kwargs = {"max_new_tokens": 20, "suppress_tokens": [MASK]}
+    kwargs["logits_processor"] = LogitsProcessorList([ByTable()])
+    kwargs["stopping_criteria"] = StoppingCriteriaList([EndsBehind()])
+    stock = generate(model, inputs, **kwargs).sequences
+    exact = mode if "mars_lossless" in mode else {**mode, "mars_threshold": 0.9999999}
+    assert torch.equal(generate(model, inputs, **kwargs, **exact).sequences, stock)
+    output = generate(model, inputs, **kwargs, **mode)
+    assert len(set(output.accepted_lengths.sum(-1).tolist())) > 1, "rows of unequal length"
+    assert output.tokens_per_forward.max() > 1
+
+
+def test_a_prompt_with_a_mask_is_shown_as_it_is():
+    inputs = left_pad(random_prompts([6, 9]))
+    inputs["input_ids"][:, -3] = MASK
+    seen = []
+
+    def look(_, text):
+        seen.append(text.tolist())
+        return list(range(3, MASK))
+
+    generate(tiny_model(), inputs, prefix_allowed_tokens_fn=look, mars_threshold=0.05)
+    assert {text[6] for text in seen} == {MASK}
+    assert all(MASK not in text[9:] for text in seen)
+
+
+def test_positions_that_yarn_adds_are_the_models():
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    stretched = tiny_model(max_position_embeddings=32, rope_parameters=rope, eos_token_id=None)
+    told = tiny_model(max_position_embeddings=64, rope_parameters=rope, eos_token_id=None)
+    inputs = left_pad(random_prompts([40, 33]))
+    stock = generate(stretched, inputs, max_new_tokens=24, suppress_tokens=[MASK]).sequences
+    assert torch.equal(generate(stretched, inputs, max_new_tokens=24, mars_lossless=True).sequences, stock)
+    for model in (stretched, told, tiny_model(max_position_embeddings=64)):
+        with pytest.raises(ValueError, match=r"take 65 positions, and the model has 64 "):
+            generate(model, inputs, max_new_tokens=25, mars_threshold=0.5)
+    dynamic = tiny_model(max_position_embeddings=32, rope_parameters={**rope, "rope_type": "dynamic"})
+    with pytest.raises(ValueError, match="the model has 32 "):
+        generate(dynamic, inputs, max_new_tokens=2, mars_threshold=0.5)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_lossless_step_has_24_tokens_at_most_by_default(block_size):
+    model, widths = tiny_model(eos_token_id=None), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    generate(model, left_pad(random_prompts([6])), max_new_tokens=60, mars_lossless=True, mars_block_size=block_size)
+    assert max(widths[1:]) == {4: 16, 16: 24}[block_size]
+
+
+def test_lossless_steps_need_no_float64(monkeypatch):
+    """Apple's GPUs have none."""
+    model, inputs = tiny_model(), left_pad(random_prompts([6, 9, 4]))
+    expected = generate(model, inputs, **MODES["lossless"])
+
+    class NoDoubles(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            assert not (isinstance(result, torch.Tensor) and result.dtype is torch.float64), function
+            return result
+
+    with NoDoubles():
+        output = generate(model, inputs, **MODES["lossless"])
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.num_forwards == expected.num_forwards
+
+
+def test_branches_of_a_model_that_skips_layers():
+    """Llama 3.2 Vision leaves its cross-attention out of a text without pictures; its cache has a layer for it."""
+    config = MllamaTextConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, cross_attention_layers=[1],
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = MllamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    model = get_mars_model(model, mask_token_id=MASK, block_size=4)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8] * 6])}
+    stock = generate(model, inputs, max_new_tokens=60, suppress_tokens=[MASK]).sequences
+    copied = []
+    copy_slots = MarsCache.copy_slots
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MarsCache, "copy_slots", lambda *args: (copied.append(1), copy_slots(*args)))
+        both = {"mars_draft_choices": 2, "prompt_lookup_num_tokens": 4}
+        output = generate(model, inputs, max_new_tokens=60, mars_lossless=True, **both)
+    assert torch.equal(output.sequences, stock)
+    assert copied, "no branch but the first was confirmed"

@@ -69,7 +69,7 @@ def brute_force_lossless(model, prompt, draft_length, max_new=MAX_NEW):
 def test_every_step_accepts_what_the_definition_accepts(draft_length):
     model = agreeing_model(seed=5)
     prompts = random_prompts([5, 11, 3, 8, 6])
-    output = lossless(model, left_pad(prompts), mars_draft_length=draft_length)
+    output = lossless(model, left_pad(prompts), mars_draft_length=draft_length, mars_tree_budget=25)
     for row, prompt in enumerate(prompts):
         steps = output.accepted_lengths[row]
         assert steps[steps > 0].tolist() == brute_force_lossless(model, prompt, draft_length)

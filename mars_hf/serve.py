@@ -14,6 +14,8 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from torch import Tensor
+
 try:
     import typer
     from fastapi import FastAPI, HTTPException, Request
@@ -28,9 +30,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 from .generation import takes_stock_path
-from .generation_refusals import refuse_positions
+from .generation_refusals import position_limit, refuse_positions
 from .modeling import AutoMarsModelForCausalLM
-from .options import check_threshold
+from .options import check_threshold, expand_threshold
 
 # Fields in which a request says how long its answer may be.
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "generation_config")
@@ -75,6 +77,8 @@ class MarsModelManager(model_manager.ModelManager):
         )
         if self.mars_threshold is not None:
             model.generation_config.mars_threshold = self.mars_threshold
+            # A model that cannot do it is refused now, not by every request.
+            check_settings(model, GenerationConfig())
         return model
 
 
@@ -98,15 +102,32 @@ def prepare_request(model: Any, inputs: Any, config: GenerationConfig) -> None:
     Raises:
         ValueError: what `generate` would raise for these settings.
     """
-    settings, _ = model._prepare_generation_config(config)
-    model._validate_generation_mode(settings.get_generation_mode(), settings, {})
-    if takes_stock_path(settings._mars_options, None) or config.max_new_tokens is None:
+    settings = check_settings(model, config)
+    # Of the request, or else of the checkpoint.
+    new_tokens = settings.max_new_tokens
+    if takes_stock_path(settings._mars_options, None) or new_tokens is None:
         return
     language, prompt = model.config.get_text_config(), inputs["input_ids"].shape[-1]
-    limit = getattr(language, "max_position_embeddings", None)
+    limit = position_limit(language)
     if getattr(config, "_is_length_open", False) and limit is not None:
-        config.max_new_tokens = max(1, min(config.max_new_tokens, limit - prompt))
-    refuse_positions(language, [prompt], config.max_new_tokens)
+        config.max_new_tokens = new_tokens = max(1, min(new_tokens, limit - prompt))
+    refuse_positions(language, [prompt], new_tokens)
+
+
+def check_settings(model: Any, config: GenerationConfig) -> GenerationConfig:
+    """The settings of a call with this config, beside which the checkpoint's own count.
+
+    Raises:
+        ValueError: what `generate` would raise for them, for one prompt.
+    """
+    settings, _ = model._prepare_generation_config(config)
+    mode = settings.get_generation_mode()
+    model._validate_generation_mode(mode, settings, {})
+    if not takes_stock_path(settings._mars_options, None):
+        model._prepare_cache_for_generation(settings, {}, mode, 1, 0)
+        if isinstance(threshold := settings._mars_options.threshold, Tensor):
+            expand_threshold(threshold, settings.num_return_sequences, settings)
+    return settings
 
 
 def check_body(body: dict[str, Any]) -> None:
@@ -154,10 +175,15 @@ def serve(mars_threshold: float | None = None, **options: Any) -> None:
     """Serve until the process ends; `options` are those of `transformers.cli.serve.Serve`.
 
     Raises:
-        ValueError: for a threshold outside (0, 1], and for continuous batching.
+        ValueError: for a threshold outside (0, 1], for continuous batching, and for `compile`.
     """
     if mars_threshold is not None:
         check_threshold(mars_threshold, "probability")
+    if options.get("compile"):
+        raise ValueError(
+            "`--compile` gives every request a static cache and a compiled forward, and MARS steps have no fixed "
+            "shape. Leave it out, or use `transformers serve`."
+        )
     MarsModelManager.mars_threshold = mars_threshold
     # `Serve` makes its parts itself, from these names.
     model_manager.ModelManager = MarsModelManager

@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import make_tokenizer
 from decoding_models import save_checkpoint
+from transformers import GenerationConfig
 
 from mars_hf import AutoMarsModelForCausalLM
 
@@ -137,6 +138,9 @@ def test_completions(server: str):
         ({"mars_threshold": "high"}, 400, "must be a number"),
         ({"mars_threshold": 0.9, "mars_cache": "paged"}, 400, "mars_cache"),
         ({"mars_treshold": 0.9}, 400, "mars_treshold"),
+        ({"mars_threshold": 0.9, "use_cache": False}, 400, "use_cache=False"),
+        ({"mars_threshold": [0.9, 0.8]}, 400, "mars_threshold"),
+        ({"mars_threshold": 0.9, "max_new_tokens": POSITIONS}, 400, "max_position_embeddings"),
         ("mars_threshold=0.9", 422, "JSON"),
         ("[1]", 422, "JSON object"),
     ],
@@ -171,8 +175,37 @@ def test_threshold_of_the_server_is_checked_when_it_starts(checkpoint: Path):
     assert "in (0, 1]" in ran.stderr
 
 
-def test_continuous_batching_is_refused(checkpoint: Path):
-    command = [sys.executable, "-m", "mars_hf.serve", str(checkpoint), "--continuous-batching", "--device", "cpu"]
+@pytest.mark.parametrize("option", ["--continuous-batching", "--compile"])
+def test_other_loops_are_refused(checkpoint: Path, option: str):
+    command = [sys.executable, "-m", "mars_hf.serve", str(checkpoint), option, "--device", "cpu"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ran.returncode != 0
-    assert "--continuous-batching" in ran.stderr
+    assert f"`{option}`" in ran.stderr
+
+
+def test_length_of_the_checkpoint_counts(checkpoint: Path):
+    """A request with a `generation_config` leaves the length to the checkpoint's own."""
+    from mars_hf.serve import prepare_request
+
+    model = AutoMarsModelForCausalLM.from_pretrained(checkpoint)
+    model.generation_config.max_new_tokens = POSITIONS
+    inputs, request = {"input_ids": torch.tensor([[3, 4, 5]])}, GenerationConfig(mars_threshold=0.8)
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        prepare_request(model, inputs, request)
+    model.generation_config.max_new_tokens = POSITIONS - 3
+    prepare_request(model, inputs, request)
+
+
+def test_a_model_that_cannot_is_refused_when_it_is_loaded(checkpoint: Path, tmp_path: Path):
+    """By a server with a threshold: without one, only requests that ask for MARS are."""
+    from mars_hf.serve import MarsModelManager
+
+    model = AutoMarsModelForCausalLM.from_pretrained(checkpoint)
+    del model.generation_config.mars_mask_token_id
+    model.save_pretrained(tmp_path / "unknown")
+    manager = MarsModelManager(device="cpu")
+    assert manager._load_model(f"{tmp_path / 'unknown'}@main")
+    manager.mars_threshold = 0.9
+    assert manager._load_model(f"{checkpoint}@main")
+    with pytest.raises(ValueError, match="mars_mask_token_id"):
+        manager._load_model(f"{tmp_path / 'unknown'}@main")

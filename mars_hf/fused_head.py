@@ -116,6 +116,7 @@ def _router_loss(config: PreTrainedConfig, router_logits: tuple[Tensor, ...], ro
     """The load-balancing loss over some tokens, from (NT, experts) logits for each layer."""
     config = config.get_text_config()
     chosen = routed.flatten()
-    logits = tuple(layer[chosen.to(layer.device)] for layer in router_logits)
+    # In float32, as under autocast inside the model's forward.
+    logits = tuple(layer[chosen.to(layer.device)].float() for layer in router_logits)
     experts = getattr(config, "num_experts", None)  # some families name it as Mixtral did
     return load_balancing_loss_func(logits, experts or config.num_local_experts, config.num_experts_per_tok)

@@ -46,10 +46,17 @@ class MarsCheckpointMixin:
             upload["repo_id"] = HfApi().create_repo(repo_id, **{"exist_ok": True, **create}).repo_id
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         timestamps = model._get_files_timestamps(save_directory)
+        card, had_card = read_card(save_directory), Path(save_directory, CARD).is_file()
         result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if base is not model:
             # PEFT saves no generation config, and decoding finds the block size and the mask token there.
             base.generation_config.save_pretrained(save_directory)
+            if card is not None:
+                # PEFT writes into every card from where the base was loaded, a path too, and its own tags.
+                card.save(Path(save_directory, CARD))
+            elif upload is not None and not had_card:
+                # PEFT's empty form, in whose place `finish_card` writes one.
+                Path(save_directory, CARD).unlink(missing_ok=True)
         write_bundle(save_directory)
         if upload is not None:
             model._upload_modified_files(save_directory, files_timestamps=timestamps, **upload)
@@ -151,7 +158,7 @@ def write_trainer_card(trainer: Any, dataset_name: str | None, name: str | None,
         datasets=datasets,
         tags=list(written.data.tags or []),
         is_adapter=base is not trainer.model,
-        training=_logged(trainer.state.log_history),
+        training=_logged(_history(trainer)),
         tail=heading + rest,
     )
     card = make_card(facts)
@@ -159,6 +166,14 @@ def write_trainer_card(trainer: Any, dataset_name: str | None, name: str | None,
         keep_results(card, earlier)
     card.save(Path(folder, CARD))
     write_bundle(folder)
+
+
+def _history(trainer: Any) -> list[dict[str, float]]:
+    """The log of a training, up to the step whose weights it has in the end."""
+    state = trainer.state
+    if not (trainer.args.load_best_model_at_end and trainer.control.should_training_stop and state.best_global_step):
+        return state.log_history
+    return [entry for entry in state.log_history if entry["step"] <= state.best_global_step]
 
 
 def _logged(history: list[dict[str, float]]) -> dict[str, float]:

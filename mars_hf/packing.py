@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+from datasets import Dataset
 from trl import SFTConfig, pack_dataset
 from trl.data_utils import DatasetType, get_dataset_column_names
 from trl.trainer.utils import global_then_local_main_first
@@ -40,11 +41,13 @@ def prepare_documents(
     Raises:
         ValueError: for packing without `max_length`.
     """
+    # Asked first: of a stream the columns are those of its first row, for which all before would be prepared.
+    packed = is_packed(dataset)
     if not packing:
         dataset = prepare(dataset, args, False)
         # As to `SFTTrainer`, a row is one document then, whatever it was packed from.
-        return dataset.remove_columns("seq_lengths") if is_packed(dataset) and not args.padding_free else dataset
-    if is_packed(dataset):
+        return dataset.remove_columns("seq_lengths") if packed and not args.padding_free else dataset
+    if packed:
         # What `evaluate` is given may be the trainer's own data. Only labels can be missing.
         return prepare(dataset, uncut(args), False)
     if args.packing_strategy != "wrapped":
@@ -75,11 +78,11 @@ def pack_wrapped(
     if args.shuffle_dataset:
         dataset = dataset.shuffle(seed=args.seed)
     with global_then_local_main_first():
-        dataset = wrap_documents(dataset, args.max_length)
+        dataset = wrap_documents(dataset, args.max_length, args.dataset_num_proc)
     return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
 
-def wrap_documents(dataset: DatasetType, length: int) -> DatasetType:
+def wrap_documents(dataset: DatasetType, length: int, num_proc: int | None = None) -> DatasetType:
     """Cut the concatenated examples of a dataset into rows of one length, as packing of TRL's does by "wrapped".
 
     The rows have `seq_lengths` as well, so that the documents of a row can be told apart: a document that is cut goes
@@ -88,12 +91,14 @@ def wrap_documents(dataset: DatasetType, length: int) -> DatasetType:
     Args:
         dataset: in memory or streaming, with columns that hold one list per token sequence, `input_ids` among them.
         length: the length of the rows; the last of a batch of examples may be shorter.
+        num_proc: processes that share the work, for a dataset in memory.
     """
-    dataset = dataset.map(lambda example: {"positions": list(range(len(example["input_ids"])))})
-    dataset = pack_dataset(dataset, length, "wrapped")
+    options = {"num_proc": num_proc} if isinstance(dataset, Dataset) else {}
+    dataset = dataset.map(lambda example: {"positions": list(range(len(example["input_ids"])))}, **options)
+    dataset = pack_dataset(dataset, length, "wrapped", options)
 
     def count(example: dict[str, Any]) -> dict[str, Any]:
         starts = [i for i, position in enumerate(example["positions"]) if i == 0 or position == 0]
         return {"seq_lengths": [end - start for start, end in pairwise([*starts, len(example["positions"])])]}
 
-    return dataset.map(count, remove_columns=["positions"])
+    return dataset.map(count, remove_columns=["positions"], **options)

@@ -191,6 +191,14 @@ class MarsSFTTrainer(SFTTrainer):
         write_trainer_card(self, dataset_name, model_name, earlier)
         self._card_step = self.state.global_step
 
+    def _save(self, output_dir=None, state_dict=None):
+        # The arguments are pickled beside the weights, and pushed with them: the token must not travel along.
+        token, self.args.hub_token = self.args.hub_token, None
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.args.hub_token = token
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._has_masked_stream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -32,6 +32,7 @@ from transformers import (
     Qwen2ForCausalLM,
     pipeline,
 )
+from trl import SFTConfig
 
 import mars_hf
 from mars_hf import AutoMarsModelForCausalLM, MarsSFTConfig, MarsSFTTrainer, get_mars_model, record_results
@@ -380,10 +381,55 @@ def test_no_token_in_what_is_pushed(saved: Saved, adapter: Saved):
         assert (folder / "training_args.bin") in files
         assert not [path.name for path in files if TOKEN.encode() in path.read_bytes()]
     assert saved.trainer.args.hub_token == TOKEN
-    assert pickle.loads(pickle.dumps(saved.trainer.args)).hub_token is None
-    for made in (copy.copy(saved.trainer.args), copy.deepcopy(saved.trainer.args)):
-        assert made.hub_token == TOKEN
-        assert type(made) is MarsSFTConfig
+
+
+@dataclasses.dataclass
+class OwnConfig(SFTConfig):
+    """As many a training script has."""
+
+
+def test_no_token_of_an_own_class_of_arguments(tmp_path: Path):
+    args = OwnConfig(str(tmp_path), max_steps=1, hub_token=TOKEN, **QUIET)
+    data = Dataset.from_list(DATA)
+    trainer = MarsSFTTrainer(MODELS["llama"](), args, train_dataset=data, processing_class=make_tokenizer())
+    trainer.save_model()
+    pickled = (tmp_path / "training_args.bin").read_bytes()
+    assert b"OwnConfig" in pickled
+    assert TOKEN.encode() not in pickled
+    assert trainer.args.hub_token == args.hub_token == TOKEN
+
+
+def test_card_of_an_adapter_outlives_another_save(adapter: Saved, tmp_path: Path):
+    card = adapter.folder / "README.md"
+    before = card.read_text()
+    adapter.trainer.save_model()
+    assert card.read_text() == before
+    assert str(adapter.folder.parent) not in before
+    # A card by hand is PEFT's to change.
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n\nby hand\n")
+    adapter.trainer.model.save_pretrained(tmp_path)
+    assert "by hand" in (tmp_path / "README.md").read_text()
+
+
+def test_card_has_the_figures_of_the_best_step(tmp_path: Path):
+    name = "eval_mask_accuracy"
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    # The worst, that is: the last of four is no better than the others for sure.
+    worst = {"load_best_model_at_end": True, "metric_for_best_model": name, "greater_is_better": False}
+    options = {"max_steps": 4, "learning_rate": 5.0, "optim": "sgd", "warmup_steps": 3}
+    args = MarsSFTConfig(str(tmp_path), mars_block_size=3, **{**QUIET, **each, **worst, **options})
+    data, tokenizer = Dataset.from_list(DATA), make_tokenizer()
+    torch.manual_seed(0)
+    trainer = MarsSFTTrainer(
+        MODELS["llama"](), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer
+    )
+    trainer.train()
+    figures = {entry["step"]: entry[name] for entry in trainer.state.log_history if name in entry}
+    best = trainer.state.best_global_step
+    assert best < 4
+    assert figures[best] != figures[4]
+    trainer.create_model_card()
+    assert f"| {name} | {figures[best]:.3g} |" in (tmp_path / "README.md").read_text()
 
 
 ADAPTERS = {

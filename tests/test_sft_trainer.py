@@ -771,6 +771,28 @@ def test_takes_plain_arguments(tmp_path):
     assert as_mars_config(ours, "model") is ours
 
 
+def test_a_stream_without_any_row_is_taken_as_by_trl(tmp_path):
+    """Every prompt fills `max_length`, which only training can find out."""
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}] * 3)
+    for trainer_class in (SFTTrainer, MarsSFTTrainer):
+        evaluated = rows.to_iterable_dataset()
+        assert make_trainer(tmp_path, trainer_class=trainer_class, eval_dataset=evaluated, max_length=2)
+
+
+def test_every_pass_of_packing_has_its_processes(tmp_path, monkeypatch):
+    counts, mapped = [], Dataset.map
+
+    def spy(self, *args, num_proc=None, **kwargs):
+        counts.append(num_proc)
+        return mapped(self, *args, **kwargs)
+
+    monkeypatch.setattr(Dataset, "map", spy)
+    packed = {"packing": True, "packing_strategy": "wrapped", "max_length": 16, "dataset_num_proc": 2}
+    make_trainer(tmp_path, mars_block_size=3, **packed)
+    assert len(counts) >= 4
+    assert set(counts) == {2}
+
+
 def test_default_arguments(monkeypatch):
     # TRL's default is bfloat16, which needs a GPU or `use_cpu`.
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)

@@ -100,6 +100,7 @@ def evaluate_batch_size(
     settings: list[Setting] = [*named, *args.mars_threshold]
     runs = measure(model, tokenizer, questions, settings, batch_size, args.max_new_tokens, args.rounds, named, store)
     rows = []
+    stock_logits = StockLogits(model, tokenizer, questions, batch_size, max(map(len, runs[None].tokens)))
     for setting, run in runs.items():
         row: dict[str, Any] = {
             "batch_size": batch_size,
@@ -114,19 +115,40 @@ def evaluate_batch_size(
             replies = tokenizer.batch_decode(run.tokens, skip_special_tokens=True)
             row.update(FinalAnswer().compute(predictions=replies, references=[p["answer"] for p in problems]))
         if isinstance(setting, str):
-            row["differences"] = find_differences(model, tokenizer, questions, runs[None], run, batch_size)
+            row["differences"] = find_differences(stock_logits, runs[None], run)
         rows.append(row)
     return rows
 
 
-def find_differences(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    questions: list[str],
-    stock: Run,
-    run: Run,
-    batch_size: int,
-) -> list[dict[str, Any]]:
+class StockLogits:
+    """The two best logits behind every token of stock `generate`, of batches that are asked about."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        questions: list[str],
+        batch_size: int,
+        max_new_tokens: int,
+    ) -> None:
+        self.model, self.tokenizer, self.questions = model, tokenizer, questions
+        self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
+        self.known: dict[int, torch.Tensor] = {}
+
+    def best_two(self, prompt: int, place: int) -> tuple[float, float]:
+        """Of the new token at this place of the answer to a prompt."""
+        number, row = divmod(prompt, self.batch_size)
+        if number not in self.known:
+            first = number * self.batch_size
+            batch = as_batch(self.tokenizer, self.questions[first : first + self.batch_size]).to(self.model.device)
+            options = {"return_dict_in_generate": True, "output_logits": True}
+            output = self.model.generate(**batch, **GREEDY, max_new_tokens=self.max_new_tokens, **options)
+            self.known[number] = torch.stack([logits.float().topk(2).values for logits in output.logits]).cpu()
+        best, second = self.known[number][place, row].tolist()
+        return best, second
+
+
+def find_differences(stock_logits: StockLogits, stock: Run, run: Run) -> list[dict[str, Any]]:
     """Where texts part from stock's: the prompt, the new token, and the gap between the two best of stock's logits.
 
     `spacing` is the distance between neighbouring numbers of the model's format, as large as the best logit is.
@@ -136,13 +158,8 @@ def find_differences(
         if theirs == ours:
             continue
         place = next(i for i in range(len(theirs)) if theirs[: i + 1] != ours[: i + 1])
-        first = prompt - prompt % batch_size
-        batch = as_batch(tokenizer, questions[first : first + batch_size]).to(model.device)
-        output = model.generate(
-            **batch, **GREEDY, max_new_tokens=place + 1, return_dict_in_generate=True, output_logits=True
-        )
-        best, second = output.logits[place][prompt - first].float().topk(2).values.tolist()
-        spacing = torch.finfo(model.dtype).eps * 2 ** math.floor(math.log2(max(abs(best), 1e-30)))
+        best, second = stock_logits.best_two(prompt, place)
+        spacing = torch.finfo(stock_logits.model.dtype).eps * 2 ** math.floor(math.log2(max(abs(best), 1e-30)))
         differences.append({"prompt": prompt, "token": place, "gap": best - second, "spacing": spacing})
     return differences
 

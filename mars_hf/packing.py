@@ -41,13 +41,13 @@ def prepare_documents(
     Raises:
         ValueError: for packing without `max_length`.
     """
-    # Asked first: of a stream the columns are those of its first row, for which all before would be prepared.
-    packed = is_packed(dataset)
     if not packing:
-        dataset = prepare(dataset, args, False)
-        # As to `SFTTrainer`, a row is one document then, whatever it was packed from.
-        return dataset.remove_columns("seq_lengths") if packed and not args.padding_free else dataset
-    if packed:
+        # As to `SFTTrainer`, a row is one document then, whatever it was packed from. Before anything is prepared: the
+        # columns of a stream are those of its first row, up to which all rows would be prepared for that.
+        if not args.padding_free and "seq_lengths" in get_dataset_column_names(dataset):
+            dataset = dataset.remove_columns("seq_lengths")
+        return prepare(dataset, args, False)
+    if is_packed(dataset):
         # What `evaluate` is given may be the trainer's own data. Only labels can be missing.
         return prepare(dataset, uncut(args), False)
     if args.packing_strategy != "wrapped":

@@ -95,10 +95,10 @@ def test_lossless(quickstart: tuple[Path, str], problems: Path, tmp_path: Path):
 
 def test_benchmark_decoding(quickstart: tuple[Path, str], problems: Path, tmp_path: Path):
     args = ("--data", problems, "--limit", "2", "--batch_sizes", "1", "2", "--max_new_tokens", "12", "--rounds", "1")
-    args = (*args, "--dtype", "float32", "--threshold", "0.05")
+    args = (*args, "--dtype", "float32", "--threshold", "0.01")
     result = run("benchmark_decoding.py", quickstart[0], *args, "--output_dir", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "decoding.jsonl").read_text().splitlines()]
-    settings = ["none, 0.05", "block 16, 0.05", "block 32, 0.05", "cursor, 0.05", "adaptive, 0.05"]
+    settings = ["none, 0.01", "block 16, 0.01", "block 32, 0.01", "cursor, 0.01", "adaptive, 0.01"]
     assert [row["setting"] for row in rows] == ["stock", "prompt lookup", *settings, "stock", *settings]
     assert rows[0]["speedup"] == rows[0]["tokens_per_forward"] == 1.0
     assert rows[5]["tokens_per_forward"] > 1.2

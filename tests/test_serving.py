@@ -140,7 +140,6 @@ def test_completions(server: str):
         ({"mars_treshold": 0.9}, 400, "mars_treshold"),
         ({"mars_threshold": 0.9, "use_cache": False}, 400, "use_cache=False"),
         ({"mars_threshold": [0.9, 0.8]}, 400, "mars_threshold"),
-        ({"mars_threshold": 0.9, "max_new_tokens": POSITIONS}, 400, "max_position_embeddings"),
         ("mars_threshold=0.9", 422, "JSON"),
         ("[1]", 422, "JSON object"),
     ],
@@ -201,11 +200,11 @@ def test_a_model_that_cannot_is_refused_when_it_is_loaded(checkpoint: Path, tmp_
     from mars_hf.serve import MarsModelManager
 
     model = AutoMarsModelForCausalLM.from_pretrained(checkpoint)
-    del model.generation_config.mars_mask_token_id
-    model.save_pretrained(tmp_path / "unknown")
+    model.generation_config.mars_mask_token_id = 272
+    model.save_pretrained(tmp_path / "wrong")
     manager = MarsModelManager(device="cpu")
-    assert manager._load_model(f"{tmp_path / 'unknown'}@main")
+    assert manager._load_model(f"{tmp_path / 'wrong'}@main")
     manager.mars_threshold = 0.9
     assert manager._load_model(f"{checkpoint}@main")
-    with pytest.raises(ValueError, match="mars_mask_token_id"):
-        manager._load_model(f"{tmp_path / 'unknown'}@main")
+    with pytest.raises(ValueError, match="`mars_mask_token_id` is 272, and the model has 272 tokens"):
+        manager._load_model(f"{tmp_path / 'wrong'}@main")

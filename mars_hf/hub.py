@@ -46,21 +46,26 @@ class MarsCheckpointMixin:
             upload["repo_id"] = HfApi().create_repo(repo_id, **{"exist_ok": True, **create}).repo_id
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         timestamps = model._get_files_timestamps(save_directory)
-        card, had_card = read_card(save_directory), Path(save_directory, CARD).is_file()
+        had_card = Path(save_directory, CARD).is_file()
         result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if base is not model:
             # PEFT saves no generation config, and decoding finds the block size and the mask token there.
             base.generation_config.save_pretrained(save_directory)
-            if card is not None:
-                # PEFT writes into every card from where the base was loaded, a path too, and its own tags.
-                card.save(Path(save_directory, CARD))
-            elif upload is not None and not had_card:
+            if upload is not None and not had_card:
                 # PEFT's empty form, in whose place `finish_card` writes one.
                 Path(save_directory, CARD).unlink(missing_ok=True)
         write_bundle(save_directory)
         if upload is not None:
             model._upload_modified_files(save_directory, files_timestamps=timestamps, **upload)
         return result
+
+    def create_or_update_model_card(self, output_dir: str) -> None:
+        """PEFT's part of the card that `save_pretrained` of an adapter leaves.
+
+        A MARS card has what PEFT would write, but for the path that the base was loaded from.
+        """
+        if read_card(output_dir) is None:
+            super().create_or_update_model_card(output_dir)  # type: ignore[misc]
 
     def _upload_modified_files(
         self, working_dir: str | os.PathLike[str], repo_id: str, files_timestamps: dict[str, float], **kwargs: Any

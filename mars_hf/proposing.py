@@ -74,10 +74,12 @@ class Proposer:
         self.num_forwards += 1
         if "logits_to_keep" in self.arguments:
             self.arguments["logits_to_keep"] = keep
-        if self.model.device.type != "meta":
-            # As in stock `generate`, where prompts may be on the host.
-            inputs = move_to_device(inputs, self.model.device)
-        return self.model(**{**inputs, **self.arguments}).logits
+        return self.model(**{**self.on_device(inputs), **self.arguments}).logits
+
+    def on_device(self, inputs: Any) -> Any:
+        """Inputs where the model takes them: as in stock `generate`, prompts may be on the host."""
+        device = self.model.device
+        return inputs if device.type == "meta" else move_to_device(inputs, device)
 
     def settle(self, state: DecodingState, accepted: Tensor) -> None:
         """Take note of what each of the N rows accepted (N,), before rows that have ended leave."""
@@ -126,8 +128,7 @@ class CursorProposer(Proposer):
         if kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = state.key_mask[:, :visible].long()
         if (embeds := kwargs.get("inputs_embeds")) is not None:
-            if self.model.device.type != "meta":
-                embeds = embeds.to(self.model.device)
+            embeds = self.on_device(embeds)
             mask_ids = state.tokens[:, state.prompt : visible].to(embeds.device)
             mask_embeds = self.model.get_input_embeddings()(mask_ids)
             kwargs["inputs_embeds"] = torch.cat([embeds, mask_embeds.to(embeds)], dim=1)

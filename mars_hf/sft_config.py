@@ -98,6 +98,22 @@ class MarsSFTConfig(SFTConfig):
         """As `SFTConfig` does, which takes whatever ends in `_token` for a secret: the mask token is none."""
         return {**super().to_dict(), "mars_mask_token": self.mars_mask_token}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: `Trainer` writes its arguments into every checkpoint, and a token must not travel along."""
+        return {**self.__dict__, "hub_token": None}
+
+    def __copy__(self) -> MarsSFTConfig:
+        """A copy in memory keeps the token."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MarsSFTConfig:
+        """As `__copy__`."""
+        memo[id(self)] = new = object.__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

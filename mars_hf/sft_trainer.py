@@ -192,7 +192,8 @@ class MarsSFTTrainer(SFTTrainer):
         self._card_step = self.state.global_step
 
     def _save(self, output_dir=None, state_dict=None):
-        # The arguments are pickled beside the weights, and pushed with them: the token must not travel along.
+        # The arguments are pickled beside the weights, and pushed with them. A `MarsSFTConfig` leaves its token out of
+        # every pickle; an own class of arguments would take it along.
         token, self.args.hub_token = self.args.hub_token, None
         try:
             super()._save(output_dir, state_dict)

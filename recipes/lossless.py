@@ -189,7 +189,7 @@ def draw(path: Path, rows: list[dict]) -> None:
         qualities = {"accuracy": "share of right answers"} | qualities
     sizes = sorted({row["batch_size"] for row in rows})
     shape = (len(sizes), len(qualities))
-    figure, grid = plt.subplots(*shape, figsize=(5.5 * shape[1], 4 * shape[0]), layout="constrained", squeeze=False)
+    figure, grid = plt.subplots(*shape, figsize=(6.5 * shape[1], 5 * shape[0]), layout="constrained", squeeze=False)
     for size, line in zip(sizes, grid, strict=True):
         of_size = [row for row in rows if row["batch_size"] == size]
         curve = [row for row in of_size if isinstance(row["setting"], float) or row["setting"] == "stock"]
@@ -207,7 +207,8 @@ def draw(path: Path, rows: list[dict]) -> None:
             axes.grid(alpha=0.3)
             # Shares begin at 0, also where all of them are.
             axes.set_ylim(bottom=max(axes.get_ylim()[0], -0.02))
-        line[-1].legend(fontsize=7, loc="best")
+        # Below the axes, where no point can be covered.
+        line[-1].legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -532,7 +532,7 @@ def test_a_lossless_step_has_24_tokens_at_most_by_default(block_size):
     assert max(widths[1:]) == {4: 16, 16: 24}[block_size]
 
 
-def test_lossless_steps_need_no_float64(monkeypatch):
+def test_lossless_steps_need_no_float64():
     """Apple's GPUs have none."""
     model, inputs = tiny_model(), left_pad(random_prompts([6, 9, 4]))
     expected = generate(model, inputs, **MODES["lossless"])

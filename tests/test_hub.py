@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -381,6 +382,10 @@ def test_no_token_in_what_is_pushed(saved: Saved, adapter: Saved):
         assert (folder / "training_args.bin") in files
         assert not [path.name for path in files if TOKEN.encode() in path.read_bytes()]
     assert saved.trainer.args.hub_token == TOKEN
+    assert pickle.loads(pickle.dumps(saved.trainer.args)).hub_token is None
+    for made in (copy.copy(saved.trainer.args), copy.deepcopy(saved.trainer.args)):
+        assert made.hub_token == TOKEN
+        assert type(made) is MarsSFTConfig
 
 
 @dataclasses.dataclass

@@ -34,7 +34,7 @@ from datasets import Dataset
 from huggingface_hub import HfApi
 from conftest import make_tokenizer
 from test_hub import DATA, MODELS, QUIET
-from mars_hf import MarsSFTConfig, MarsSFTTrainer
+from mars_hf import AutoMarsModelForCausalLM, MarsSFTConfig, MarsSFTTrainer, get_mars_model
 
 def break_hub(parts):
     urllib.request.urlopen(urllib.request.Request(f"{url}/break/{parts}", method="POST"))
@@ -73,6 +73,14 @@ trainer.push_to_hub(dataset_name="owner/words")
 result["second tokens"] = trainer.model.generate(**prompt, mars_threshold=0.05).tolist()
 trainer.model.push_to_hub("tester/model", token=token)
 trainer.model.save_pretrained("again", push_to_hub=True, repo_id="tester/saved", token=token)
+try:
+    from peft import LoraConfig, get_peft_model
+except ImportError:
+    pass
+else:
+    base = AutoMarsModelForCausalLM.from_pretrained("again")
+    adapter = get_mars_model(get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")))
+    adapter.save_pretrained("adapter", push_to_hub=True, repo_id="tester/adapter", token=token)
 json.dump(result, open(output, "w"))
 """
 )
@@ -168,6 +176,20 @@ def test_model_pushes_its_part(hub: Hub, pushed: tuple[Path, dict, str]):
         assert f'from_pretrained("{name}")' in card
         assert "- mars\n" in card
         assert metadata_errors(card) == []
+
+
+def test_an_adapter_is_pushed_with_a_card_of_its_own(hub: Hub, pushed: tuple[Path, dict, str]):
+    """PEFT leaves an empty form where there is no card, with the path that the base was loaded from."""
+    pytest.importorskip("peft")
+    repo = hub.repos["tester/adapter"]
+    files = repo.commits[repo.branches["main"]]
+    assert {"adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md"} <= set(files)
+    card = files["README.md"].decode()
+    assert "- mars\n" in card
+    assert 'from_pretrained("tester/adapter")' in card
+    assert "Model Card for Model ID" not in card
+    assert "again" not in card
+    assert metadata_errors(card) == []
 
 
 def test_load_by_name_revision_and_token(hub: Hub, pushed: tuple[Path, dict, str]):

@@ -120,7 +120,7 @@ def test_longer_lookups_than_masks_and_the_other_way_round(scripted):
 
 @pytest.mark.parametrize("kwargs", [{}, {"prompt_lookup_num_tokens": 10}, {"mars_draft_choices": 3}])
 def test_a_tree_is_bounded_by_default(scripted, kwargs):
-    assert max(run_script(scripted, ROUND, ROUND, mars_draft_length=6, **kwargs)) > 1
+    assert max(run_script(scripted, ROUND, ROUND, mars_draft_length=4, **kwargs)) > 1
     assert max(scripted.widths[1:]) == 24
     run_script(scripted, ROUND, ROUND, mars_draft_length=6, mars_tree_budget=49)
     assert max(scripted.widths[1:]) == 49
